@@ -255,7 +255,7 @@ class Handler(APIHandler):
         refusal = sys.exception()
         if isinstance(refusal, Refusal):
             status_code = refusal.status
-        if 400 <= status_code < 500 and self.command == "POST":
+        if 400 <= status_code < 499 and self.command == "POST":
             self._frontend.metrics.end("refused")
         super()._set_completion_headers(status_code)
         if isinstance(refusal, Refusal) and refusal.retry_after is not None:

@@ -1,11 +1,8 @@
 """`mlxdist serve` over HTTP: on any number of ranks it answers what mlx-lm computes on one process."""
 
-import contextlib
-import http.client
 import json
 import random
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,7 +11,7 @@ import pytest
 from launching import wait_for
 from mlx_lm import load, stream_generate
 from mlx_lm.server import _make_logits_processors, _make_sampler
-from serving import CONTEXT, PLAIN, VOCABULARY, ServerProcess, save_model_folder
+from serving import CONTEXT, PLAIN, VOCABULARY, ServerProcess, post, random_request, save_model_folder
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"logit_bias": {"256": -100}}  # the token that ends an answer
@@ -64,50 +61,6 @@ def expected(model):
     return text
 
 
-def lines_of(server, body, path=TEXT):
-    """A streamed answer as its lines."""
-    host, port = server.address.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    with contextlib.closing(connection):
-        connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
-        return connection.getresponse().read().decode().splitlines()
-
-
-def events(server, body, path=TEXT):
-    lines = lines_of(server, body, path)
-    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-
-
-@contextlib.contextmanager
-def raw(server, data):
-    """A connection to which these bytes have been sent."""
-    host, port = server.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(data)
-        yield connection
-
-
-def post(body, path=TEXT):
-    data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-
-
-def random_request(generator):
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
-    body = {"prompt": " ".join(generator.choices(words, k=generator.choice([1, 3, 9, 40]))), "max_tokens": 24}
-    body["max_tokens"] = generator.choice([1, 5, 24])
-    if generator.random() < 0.5:
-        body |= {"temperature": generator.choice([0.5, 1.0]), "seed": generator.getrandbits(64)}
-        body |= {"top_p": generator.choice([0.9, 1.0])}
-    if generator.random() < 0.3:
-        body["repetition_penalty"] = 1.2
-    if generator.random() < 0.3:
-        body["stop"] = [chr(generator.randrange(97, 123)), "never said"]
-    if generator.random() < 0.3:
-        body["logit_bias"] = {str(generator.randrange(256)): generator.uniform(-5, 5)}
-    return body
-
-
 def test_overlapping_requests_are_answered_as_by_one_process(server, expected):
     generator = random.Random(1)
     bodies = [random_request(generator) for _ in range(12)]
@@ -119,7 +72,7 @@ def test_overlapping_requests_are_answered_as_by_one_process(server, expected):
 
 def test_a_stream_is_the_answer_in_parts(server):
     body = {"prompt": "a stream", "max_tokens": 20, "seed": 3, "temperature": 0.9} | ENDLESS
-    *parts, usage, done = events(server, body | {"stream_options": {"include_usage": True}})
+    *parts, usage, done = server.stream(body | {"stream_options": {"include_usage": True}})
     parsed = [json.loads(part)["choices"][0] for part in parts]
     assert "".join(part["text"] for part in parsed) == server.text(**body)
     assert parsed[-1]["finish_reason"] == "length" and done == "[DONE]" and len(parts) > 5
@@ -131,7 +84,7 @@ def test_chat_with_a_system_prompt_and_logprobs(server):
     body = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "model": "tiny"} | ENDLESS
     answer = server.ask(body, CHAT)
     choice = answer["choices"][0]
-    streamed = [json.loads(event) for event in events(server, body, CHAT)[:-1]]
+    streamed = [json.loads(event) for event in server.stream(body, CHAT)[:-1]]
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
     assert len(choice["logprobs"]["content"]) == 6 and answer["model"] == "tiny"
     for entry in choice["logprobs"]["content"]:
@@ -166,7 +119,7 @@ def test_a_client_that_leaves_is_cancelled_and_the_others_go_on(server, expected
     other = {"prompt": "who stays", "max_tokens": 60} | ENDLESS
     body = {"prompt": "who leaves", "max_tokens": 480, "stream": stream} | ENDLESS
     with ThreadPoolExecutor(1) as threads:
-        with raw(server, post(body)):
+        with server.raw(post(body)):
             stays = threads.submit(server.ask, other)
             assert wait_for(lambda: server.metrics()["running"] >= 1)
         assert stays.result()["choices"][0]["text"].rstrip("\ufffd") == expected(other)
@@ -276,7 +229,7 @@ def test_what_cannot_be_served_is_refused_with_a_sentence_and_changes_nothing(se
     ],
 )
 def test_bytes_that_are_no_request(server, data, status):
-    with raw(server, data) as connection:
+    with server.raw(data) as connection:
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert re.search(rb"(HTTP/1.0 |code: )%d\b" % status, answer), answer
 

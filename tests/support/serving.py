@@ -1,16 +1,21 @@
 """What the tests of `mlxdist serve` share: a tiny model with a tokenizer, and a server of it as a process."""
 
 import contextlib
+import http.client
 import json
 import os
 import queue
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import tiny_models
@@ -55,6 +60,29 @@ def save_model_folder(folder: Path, kind: str = "qwen3", **fields: object) -> Pa
     return folder
 
 
+def post(body: dict, path: str = "/v1/completions") -> bytes:
+    """A request as its bytes."""
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def random_request(generator: random.Random) -> dict:
+    """Of /v1/completions; with a seed where it is sampled."""
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    body: dict[str, object] = {"prompt": " ".join(generator.choices(words, k=generator.choice([1, 3, 9, 40])))}
+    body["max_tokens"] = generator.choice([1, 5, 24])
+    if generator.random() < 0.5:
+        body |= {"temperature": generator.choice([0.5, 1.0]), "seed": generator.getrandbits(64)}
+        body |= {"top_p": generator.choice([0.9, 1.0])}
+    if generator.random() < 0.3:
+        body["repetition_penalty"] = 1.2
+    if generator.random() < 0.3:
+        body["stop"] = [chr(generator.randrange(97, 123)), "never said"]
+    if generator.random() < 0.3:
+        body["logit_bias"] = {str(generator.randrange(256)): generator.uniform(-5, 5)}
+    return body
+
+
 class ServerProcess:
     """`mlxdist serve` with a number of ranks; ready once it is made.
 
@@ -66,7 +94,10 @@ class ServerProcess:
     def __init__(self, model: Path, ranks: int = 1, *options: object, **variables: str) -> None:
         command = [sys.executable, "-m", "mlxdist", "serve", model, "--port", 0, *options]
         command += ["-n", ranks] if ranks > 1 else []
+        self.ranks = ranks
+        self.name = uuid.uuid4().hex  # by which its processes are found
         environment = os.environ | {
+            "SERVER": self.name,
             "HF_HUB_OFFLINE": "1",
             "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel
             "MLX_MPI_LIBNAME": "not-installed.so",  # Open MPI would leave a session directory
@@ -97,6 +128,11 @@ class ServerProcess:
                 found.put(match[1])
         found.put(None)
 
+    @property
+    def where(self) -> tuple[str, int]:
+        host, port = self.address.removeprefix("http://").split(":")
+        return host, int(port)
+
     def ask(self, body: object, path: str = "/v1/completions", timeout: float = 60, **headers: str) -> dict:
         """The answer to a request, or for a body of None to a GET."""
         status, answer, _ = self.request(body, path, timeout, **headers)
@@ -116,6 +152,21 @@ class ServerProcess:
             with error:
                 return error.code, json.loads(error.read()), dict(error.headers)
 
+    def stream(self, body: dict, path: str = "/v1/completions") -> list[str]:
+        """The events of a streamed answer, without those that only keep the connection."""
+        connection = http.client.HTTPConnection(*self.where, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
+            lines = connection.getresponse().read().decode().splitlines()
+        return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+    @contextlib.contextmanager
+    def raw(self, data: bytes) -> Iterator[socket.socket]:
+        """A connection to which these bytes have been sent."""
+        with socket.create_connection(self.where, timeout=30) as connection:
+            connection.sendall(data)
+            yield connection
+
     def text(self, prompt: str, max_tokens: int = 12, **fields: object) -> str:
         answer = self.ask({"prompt": prompt, "max_tokens": max_tokens} | fields)
         return answer["choices"][0]["text"]
@@ -124,6 +175,20 @@ class ServerProcess:
         with urllib.request.urlopen(self.address + "/metrics", timeout=20) as response:
             rows = [line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#"]
         return {name.removeprefix("mlxdist_serve_"): float(value) for name, value in rows}
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks, of each its own."""
+        if self.ranks == 1:
+            return [self.process.pid]
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if f"SERVER={self.name}".encode() in variables:
+                    for rank in range(self.ranks):
+                        if f"MLXDIST_RANK={rank}".encode() in variables:
+                            found[rank] = int(folder.name)
+        return [found[rank] for rank in range(self.ranks)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit status."""

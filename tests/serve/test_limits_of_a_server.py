@@ -1,0 +1,160 @@
+"""What a server of `mlxdist serve` does at its limits and at its end: keys, a full queue, time, a rank that dies."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from launching import nothing_left, wait_for  # noqa: F401
+from serving import ServerProcess, post, save_model_folder
+
+ENDLESS = {"logit_bias": {"256": -100}, "max_tokens": 480}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model_folder(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=4096)
+
+
+def test_a_key_and_a_full_queue(model):
+    options = ["--decode-concurrency", 1, "--prompt-concurrency", 1, "--max-queue", 1]
+    key = {"Authorization": "Bearer a-long-key"}
+    with ServerProcess(model, 1, *options, MLXDIST_API_KEY="a-long-key") as server:
+        good = {"prompt": "x", "max_tokens": 2}
+        assert server.request(None, "/health")[0] == 200
+        for wrong in ({}, {"Authorization": "Bearer a-long-ke"}, {"Authorization": "a-long-key"}):
+            for body, path in ((good, "/v1/completions"), (None, "/v1/models"), (None, "/metrics")):
+                status, answer, headers = server.request(body, path, **wrong)
+                assert (status, headers["WWW-Authenticate"]) == (401, "Bearer") and "API key" in answer["error"]
+        assert server.ask(good, **key)
+        long = post({"prompt": "long", "max_tokens": 4000} | {"logit_bias": ENDLESS["logit_bias"]})
+        long = long.replace(b"\r\n", b"\r\nAuthorization: Bearer a-long-key\r\n", 1)
+        with server.raw(long), server.raw(long):
+            assert wait_for(lambda: server.request(good, **key)[0] == 429)
+            status, answer, headers = server.request(good, **key)
+            assert (status, answer) == (429, {"error": "1 requests wait already; try again later"})
+            assert 1 <= int(headers["Retry-After"]) <= 600
+        assert wait_for(lambda: server.request(good, **key)[0] == 200)
+        assert "a-long-key" not in "".join(server.lines) and server.stop() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long(model, ranks, stream):
+    with ServerProcess(model, ranks, "--request-timeout", 0.5) as server:
+        body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
+        if stream:
+            assert '"code": 504' in server.stream(body)[-1]
+        else:
+            assert server.request(body)[:2] == (504, {"error": "the request has taken too long"})
+        assert server.text("x", 3) and server.metrics()['requests_total{outcome="timeout"}'] == 1
+
+
+@pytest.mark.long
+def test_a_client_that_does_not_read_does_not_hold_up_the_others(model):
+    body = {"prompt": "x", "max_tokens": 3000, "stream": True, "logit_bias": {"256": -100}}
+    with ServerProcess(model, 2) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.connect(server.where)
+        slow.sendall(post(body))
+        for _ in range(20):
+            assert server.text("another", 20)
+        assert wait_for(lambda: server.metrics()["running"] == 0, 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks, victim", [(2, 1), (3, 2), (2, 0)])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_is_killed(model, ranks, victim, busy):
+    """Rank 0's death ends the connections; another's is an error event, a reason on /health, and the end."""
+    with ServerProcess(model, ranks) as server, ThreadPoolExecutor(4) as threads:
+        body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
+        streams = [threads.submit(server.stream, body) for _ in range(2 * busy)]
+        others = [threads.submit(server.request, body) for _ in range(2 * busy)]
+        assert wait_for(lambda: server.metrics()["running"] == 4 * busy)
+        if busy:
+            assert wait_for(lambda: server.metrics()["generated_tokens_total"] > 20)
+        os.kill(server.pids()[victim], signal.SIGKILL)
+        if victim:
+            reasons = []
+
+            def is_unavailable():
+                status, answer, _ = server.request(None, "/health", timeout=5)
+                reasons.append(answer.get("reason", ""))
+                return status == 503
+
+            assert wait_for(is_unavailable)
+            assert f"rank {victim}" in reasons[-1] and "has died" in reasons[-1]
+            for stream in streams:
+                assert f"rank {victim}" in stream.result()[-1] and '"code": 503' in stream.result()[-1]
+            for other in others:
+                assert other.result()[0] == 503 and f"rank {victim}" in other.result()[1]["error"]
+        for each in streams + others:
+            with contextlib.suppress(OSError, ValueError):
+                each.result(timeout=20)
+        assert server.process.wait(30) == 128 + signal.SIGKILL
+        assert wait_for(lambda: any(f"rank {victim} failed first, killed by SIGKILL" in line for line in server.lines))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("busy", [True, False])
+def test_signals_end_a_server(model, ranks, number, status, busy):
+    with ServerProcess(model, ranks) as server, ThreadPoolExecutor(1) as threads:
+        body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
+        stream = threads.submit(server.stream, body) if busy else None
+        assert wait_for(lambda: server.metrics()["running"] == busy)
+        assert server.stop(number) == status, "".join(server.lines)
+        assert stream is None or "the server stops" in stream.result()[-1]
+        assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_keeps_a_server_from_starting(model, tmp_path, ranks):
+    def error(*arguments):
+        command = [sys.executable, "-m", "mlxdist", "serve", *map(str, arguments), "-n", str(ranks)]
+        job = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        )
+        assert job.returncode == 2 and "Traceback" not in job.stderr, job.stderr
+        return job.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1, port {port}: " in error(model, "--port", port)
+    assert "there is no" in error(tmp_path / "nothing", "--port", 0)
+    assert "cannot batch requests" in error(save_model_folder(tmp_path / "llama4", "llama4"), "--port", 0)
+    assert "is not JSON" in error(model, "--chat-template-args", "{")
+    assert "must be 8 to 256 letters" in error(model, "--api-key", "short")
+
+
+@pytest.mark.long
+def test_health_while_the_model_is_being_loaded(model):
+    """The port is open from the start: what comes early gets a 503."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    seen = []
+
+    def look():
+        while not seen or seen[-1][0] != 200:
+            with contextlib.suppress(OSError):
+                connection = ServerProcess.__new__(ServerProcess)
+                connection.address = f"http://127.0.0.1:{port}"
+                seen.append(connection.request(None, "/health", timeout=5)[:2])
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    with ServerProcess(model, 2, "--port", port):
+        thread.join(60)
+    assert seen[-1] == (200, {"status": "ok"})
+    assert seen[0] == (503, {"status": "unavailable", "reason": "the model is being loaded"})
