@@ -40,6 +40,7 @@ from .scheduler import Request, Scheduler
 
 __all__ = ["Frontend", "Handler", "Server"]
 
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")  # mlx-lm's
 MAX_CONNECTIONS = 256
 SOCKET_SECONDS = 60.0  # that a client may take to send a part of its request, or to take a part of the answer
 _LAST_SECONDS = 2.0  # for what connections still write when the server ends
@@ -180,6 +181,7 @@ class Handler(APIHandler):
     def __init__(self, frontend: Frontend, *arguments: Any, **keywords: Any) -> None:
         self._frontend = frontend
         self._is_unread = False  # the body
+        self._streams = False  # the answer, whose headers are sent
         generate = partial(frontend.generate, is_connected=self._is_connected)
         generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=generate)
         super().__init__(generator, *arguments, **keywords)
@@ -188,21 +190,22 @@ class Handler(APIHandler):
         self._is_unread = True
         try:
             self._authorize()
+            if self.path not in _PATHS:
+                raise Refusal("there is nothing of this name", 404)
             body = parse_body(self._read())
             if self._frontend.unavailable:
                 raise Refusal(self._frontend.unavailable, 503)
-            check_fields(body, self._frontend.served)
+            check_fields(body, "chat" in self.path, self._frontend.served)
+            # OpenAI's clients write null for what is not given, and mlx-lm reads that as a value.
+            body = {name: value for name, value in body.items() if value is not None}
+            if "stream_options" in body:
+                body["stream_options"] = {"include_usage": bool(body["stream_options"].get("include_usage"))}
+            checked = json.dumps(body).encode()
+            self.headers.replace_header("Content-Length", str(len(checked)))
+            self.rfile = io.BytesIO(checked)
+            super().do_POST()
         except Refusal as refusal:
             self._refuse(refusal)
-            return
-        # OpenAI's clients write null for what is not given, and mlx-lm reads that as a value.
-        body = {name: value for name, value in body.items() if value is not None}
-        if "stream_options" in body:
-            body["stream_options"] = {"include_usage": bool(body["stream_options"].get("include_usage"))}
-        checked = json.dumps(body).encode()
-        self.headers.replace_header("Content-Length", str(len(checked)))
-        self.rfile = io.BytesIO(checked)
-        super().do_POST()
 
     def do_GET(self) -> None:
         path = unquote(self.path)
@@ -232,42 +235,27 @@ class Handler(APIHandler):
     def validate_model_parameters(self) -> None:
         try:
             super().validate_model_parameters()
-        except (TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise Refusal(sentence(error)) from None
         check_parameters(vars(self), self._frontend.vocabulary)
 
-    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
-        try:
-            super().handle_completion(request, stop_words)
-        except Refusal as refusal:  # after the headers, or what will be them
-            if self.stream:
-                error = {"message": str(refusal), "type": "server_error", "code": refusal.status}
-                self.wfile.write(f"data: {json.dumps({'error': error})}\n\n".encode())
-            else:
-                self._headers_buffer: list[bytes] = []
-                self._refuse(refusal)
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        super()._set_stream_headers(status_code)
+        self._streams = True
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""
 
-    def _set_completion_headers(self, status_code: int = 200) -> None:
-        """mlx-lm answers all exceptions of a kind with one status; a Refusal that is being handled has its own."""
-        refusal = sys.exception()
-        if isinstance(refusal, Refusal):
-            status_code = refusal.status
-        if 400 <= status_code < 499 and self.command == "POST":
-            self._frontend.metrics.end("refused")
-        super()._set_completion_headers(status_code)
-        if isinstance(refusal, Refusal) and refusal.retry_after is not None:
-            self.send_header("Retry-After", str(refusal.retry_after))
-
     def _refuse(self, refusal: Refusal) -> None:
-        """Within its ``except``."""
-        self._set_completion_headers(refusal.status)
-        if refusal.status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.end_headers()
-        self.wfile.write(json.dumps({"error": str(refusal)}).encode())
+        if self._streams:  # the headers are sent
+            self.wfile.write(f"data: {json.dumps(refusal.error)}\n\n".encode())
+            return
+        if 400 <= refusal.status < 499:
+            self._frontend.metrics.end("refused")
+        self._headers_buffer: list[bytes] = []  # those of an answer that has not come to its end
+        retry = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+        bearer = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+        self._send(json.dumps(refusal.error), status=refusal.status, **retry, **bearer)
         if self._is_unread:  # a connection that is closed with input unread takes the answer with it
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)
@@ -276,11 +264,11 @@ class Handler(APIHandler):
                     if not self.connection.recv(1 << 16):
                         break
 
-    def _send(self, text: str, kind: str = "application/json", status: int = 200) -> None:
+    def _send(self, text: str, kind: str = "application/json", status: int = 200, **headers: str) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
         self.wfile.write(body)

@@ -48,8 +48,10 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 _OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-class Refusal(ValueError):
-    """A request that is not served. Its text goes to the client.
+class Refusal(BaseException):
+    """A request that is not served, or not to its end. Its text goes to the client.
+
+    It is no Exception: mlx-lm's handler answers all of these with a status of its own.
 
     Attributes:
         status: of HTTP.
@@ -59,6 +61,12 @@ class Refusal(ValueError):
     def __init__(self, text: str, status: int = 400, retry_after: int | None = None) -> None:
         super().__init__(text)
         self.status, self.retry_after = status, retry_after
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "code": self.status}}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -116,7 +124,7 @@ def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
             raise Refusal(f"logit_bias must have tokens from 0 to {vocabulary - 1}, with numbers from -100 to 100")
 
 
-def check_fields(body: Mapping[str, Any], served: tuple[str, ...]) -> None:
+def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]) -> None:
     """Of a body, what mlx-lm does not check.
 
     Raises:
@@ -132,10 +140,10 @@ def check_fields(body: Mapping[str, Any], served: tuple[str, ...]) -> None:
     words = [stop] if isinstance(stop, str) else stop
     if not (_is_list(words, str, MAX_STOPS) and all(0 < len(word) <= _MAX_STOP for word in words)):
         raise Refusal(f"stop must be a string or up to {MAX_STOPS} of them, of 1 to {_MAX_STOP} characters")
-    if not isinstance(body.get("prompt", ""), str):
+    if not is_chat and not isinstance(body.get("prompt"), str):
         raise Refusal("prompt must be a string")
-    messages = body.get("messages", [])
-    if "messages" in body and not (messages and _is_list(messages, dict, _MAX_MESSAGES)):
+    messages: Any = body.get("messages") if is_chat else []
+    if is_chat and not (messages and _is_list(messages, dict, _MAX_MESSAGES)):
         raise Refusal(f"messages must be a list of 1 to {_MAX_MESSAGES} objects")
     for message in messages:
         if not isinstance(message.get("role"), str):

@@ -69,7 +69,7 @@ def test_curl(server, tmp_path):
     assert streamed.endswith("data: [DONE]\n\n")
     large = tmp_path / "large"
     large.write_bytes(b" " * (9 << 20))
-    assert json.loads(curl(url, "-d", f"@{large}"))["error"].startswith("the body must have at most")
+    assert json.loads(curl(url, "-d", f"@{large}"))["error"]["message"].startswith("the body must have at most")
     assert "mlxdist_serve_requests_total" in curl(server.address + "/metrics")
 
 
