@@ -1,4 +1,4 @@
-"""Rank 0: mlx-lm's HTTP API, in front of the scheduler."""
+"""Rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics."""
 
 import contextlib
 import hmac
@@ -6,170 +6,31 @@ import io
 import ipaddress
 import json
 import re
-import secrets
 import select
 import socket
 import sys
 import threading
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import (
-    APIHandler,
-    CompletionRequest,
-    GenerationArguments,
-    GenerationContext,
-    Response,
-    ResponseGenerator,
-    get_system_fingerprint,
-)
+from mlx_lm.server import APIHandler, get_system_fingerprint
 
 from mlxdist.base.environment import format_address
 
-from .decisions import MAX_STOP_TOKENS, Admission
+from .frontend import Frontend
 from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
-from .metrics import Metrics
-from .scheduler import Request, Scheduler
 
-__all__ = ["Frontend", "Handler", "Server"]
+__all__ = ["Handler", "Server"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")  # mlx-lm's
 MAX_CONNECTIONS = 256
 SOCKET_SECONDS = 60.0  # that a client may take to send a part of its request, or to take a part of the answer
 _LAST_SECONDS = 2.0  # for what connections still write when the server ends
-
-
-class Frontend(ResponseGenerator):
-    """What mlx-lm's handler calls: it tokenizes a request, queues it, and gives its answer.
-
-    mlx-lm's ResponseGenerator in name, and in how it makes tokens of messages; it has no thread, model or ranks.
-
-    Args:
-        options: mlx-lm's of its server, as far as its handler and chat templates read them.
-        served: the names of the model.
-        timeout: seconds of a request.
-        api_key: that clients send; empty for none.
-    """
-
-    def __init__(self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str) -> None:
-        self.model_provider: Any = SimpleNamespace(cli_args=options, processor=None)
-        self._state_machine_cache: dict[Any, Any] = {}
-        self._tokenizing = threading.Lock()  # a tokenizer is for one thread at a time
-        self._timeout = timeout
-        self.served, self.api_key = served, api_key
-        self.metrics = Metrics()
-        self.scheduler: Scheduler | None = None
-        self.tokenizer: Any = None
-        self.vocabulary = self.context = 0
-        self.gauges: Callable[[], dict[str, float]] = dict
-
-    def open(
-        self,
-        scheduler: Scheduler,
-        tokenizer: Any,
-        vocabulary: int,
-        context: int,
-        gauges: Callable[[], dict[str, float]],
-    ) -> None:
-        """From now on requests are served: of up to ``context`` tokens with their answer, below ``vocabulary``."""
-        self.tokenizer, self.vocabulary, self.context, self.gauges = tokenizer, vocabulary, context, gauges
-        self.scheduler = scheduler
-
-    @property
-    def unavailable(self) -> str:
-        """Why no request is served; empty if they are."""
-        return "the model is being loaded" if self.scheduler is None else self.scheduler.unavailable
-
-    def generate(
-        self,
-        request: CompletionRequest,
-        generation_args: GenerationArguments,
-        progress_callback: Callable[[int, int], None] | None = None,
-        is_connected: Callable[[], bool] = lambda: True,
-    ) -> tuple[GenerationContext, Iterator[Response]]:
-        """The context and the answer, once the request has a place in the batch.
-
-        Raises:
-            Refusal: it cannot be served, or not now.
-        """
-        if self.scheduler is None:
-            raise Refusal(self.unavailable, 503)
-        with self._tokenizing:
-            admission, context = self._prepare(request, generation_args)
-            detokenizer = self.tokenizer.detokenizer
-        top = generation_args.top_logprobs if generation_args.logprobs or generation_args.top_logprobs > 0 else None
-        running = Request(admission, is_connected, timeout=self._timeout, top_logprobs=top)
-        self.scheduler.submit(running)
-        first = running.events.get()
-        if isinstance(first, Refusal):
-            raise first
-        context.prompt_cache_count = running.cached
-        vars(context)["stop"] = running.cancel
-        return context, _answer(running, detokenizer, progress_callback)
-
-    def _prepare(self, request: CompletionRequest, args: GenerationArguments) -> tuple[Admission, GenerationContext]:
-        tokenizer = self.tokenizer
-        try:
-            prompt, parts, kinds, initial_state, _ = self._tokenize(tokenizer, request, args)
-            stop = [tokenizer.encode(word, add_special_tokens=False) for word in args.stop_words]
-            _, text_sm = self._make_state_machine(None, tokenizer, args.stop_words)
-        except Exception as error:  # templates raise what they like
-            raise Refusal(f"the request cannot be made into tokens: {sentence(error)}") from None
-        if not prompt:
-            raise Refusal("the prompt is empty")
-        if len(prompt) >= self.context:
-            raise Refusal(f"the prompt has {len(prompt)} tokens, and at most {self.context - 1} are served here")
-        if not all(0 <= token < self.vocabulary for token in prompt):
-            raise Refusal("the tokenizer gives tokens that the model does not have")
-        if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
-            raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
-        admission = Admission(
-            number=0,
-            prompt=prompt,
-            segments=[(kind, len(part)) for kind, part in zip(kinds, parts)],
-            max_tokens=min(args.max_tokens, self.context - len(prompt)),
-            seed=secrets.randbits(64) if args.seed is None else args.seed,
-            sampling=args.sampling,
-            logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),
-            stop=stop,
-        )
-        context = GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
-            initial_state=initial_state,
-            prompt=prompt,
-        )
-        return admission, context
-
-
-def _answer(request: Request, detokenizer: Any, progress: Callable[[int, int], None] | None) -> Iterator[Response]:
-    """The tokens of a request as mlx-lm's handler takes them. Raises Refusal: it did not come to its end."""
-    while True:
-        event = request.events.get()
-        if isinstance(event, Refusal):
-            raise event
-        if isinstance(event, tuple):
-            if progress is not None:
-                progress(*event)
-            continue
-        assert not isinstance(event, int)  # it has been admitted
-        if event.finish_reason != "stop":  # the token that ends it is no text
-            detokenizer.add_token(event.token)
-        if event.finish_reason is not None:
-            detokenizer.finalize()
-        top: Any = event.top
-        yield Response(detokenizer.last_segment, event.token, event.logprob, event.finish_reason, top)
-        if event.finish_reason is not None:
-            return
 
 
 class Handler(APIHandler):
@@ -212,15 +73,16 @@ class Handler(APIHandler):
         if path == "/health":
             self.handle_health_check()
             return
-        name = path.removeprefix("/v1/models").removeprefix("/")
+        frontend = self._frontend
+        model = {"id": frontend.served[0], "object": "model", "created": self.created, "owned_by": "you"}
         try:
             self._authorize()
             if path == "/metrics":
-                frontend = self._frontend
                 self._send(frontend.metrics.text(frontend.gauges()), "text/plain; version=0.0.4")
-            elif path.startswith("/v1/models") and name in ("", *self._frontend.served):
-                model = {"id": self._frontend.served[0], "object": "model", "created": self.created, "owned_by": "you"}
-                self._send(json.dumps(model if name else {"object": "list", "data": [model]}))
+            elif path == "/v1/models":
+                self._send(json.dumps({"object": "list", "data": [model]}))
+            elif path.removeprefix("/v1/models/") in frontend.served:
+                self._send(json.dumps(model))
             else:
                 raise Refusal("there is nothing of this name", 404)
         except Refusal as refusal:

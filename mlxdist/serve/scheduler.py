@@ -128,7 +128,8 @@ class Scheduler:
             if self._stops:
                 self._end_all("the server stops")
                 return Decisions(step, stop=True)
-            leaving = [number for number, request in self._running.items() if self._has_left(request)][:MAX_CANCELS]
+            left = (number for number, request in self._running.items() if self._has_left(request))
+            leaving = list(itertools.islice(left, MAX_CANCELS))  # looks at no more than that
             for number in leaving:
                 del self._running[number]
             self._waiting = deque(request for request in self._waiting if not self._has_left(request))

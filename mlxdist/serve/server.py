@@ -23,7 +23,8 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
 
 from .decisions import FRAME, MAX_PROMPT, Decisions
-from .http import Frontend, Server
+from .frontend import Frontend
+from .http import Server
 from .scheduler import Scheduler, say
 from .worker import BatchLimits, Worker
 
@@ -73,8 +74,8 @@ def serve(options: ServeOptions) -> int:
     Raises:
         InvalidArgument: there is no such model, or it cannot be sharded or batched; the address cannot be listened at.
             On all ranks.
-        PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. All
-            requests have been told, where rank 0 could.
+        PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
+            has ended all requests with the reason.
     """
     group = init()
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
@@ -92,15 +93,16 @@ def serve(options: ServeOptions) -> int:
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
-        vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # also compiles what there is to compile
+        logits = model(mx.zeros((1, 1), mx.int32))
+        mx.eval(logits)  # kernels are compiled before there are requests
         scheduler = None
         if http is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             scheduler = Scheduler(
                 options.limits.decode_concurrency, options.max_queue, heartbeat, tokenizer, frontend.metrics
             )
-            frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
-            say(f"{served[0]} on {group.size()} ranks is ready at {http.address}")
+            frontend.open(scheduler, tokenizer, logits.shape[-1], context, lambda: _gauges(scheduler, worker))
+            say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}")
         try:
             received = _loop(own, worker, scheduler)
         except Exception as error:

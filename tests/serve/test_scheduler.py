@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from serving import PLAIN
 
-from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, Decisions
+from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, Decisions
 from mlxdist.serve.limits import Refusal
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
@@ -104,6 +104,18 @@ def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_ta
     assert (list(decisions.cancel), admitted(decisions)) == ([0], [1])
     assert leaving.events.get_nowait().status == (504 if how == "late" else 499)
     assert scheduler.decide(2, FRAME, 0).cancel == []
+
+
+def test_more_requests_leave_at_once_than_a_message_can_cancel():
+    scheduler, is_there = scheduler_of(places=MAX_CANCELS + 5, max_queue=MAX_CANCELS + 5), threading.Event()
+    is_there.set()
+    requests = [request(is_connected=is_there.is_set) for _ in range(MAX_CANCELS + 5)]
+    for each in requests:
+        scheduler.submit(each)
+    steps(scheduler, 1 + len(requests) // MAX_ADMISSIONS)
+    is_there.clear()
+    assert [len(each.cancel) for each in steps(scheduler, 3)] == [MAX_CANCELS, 5, 0]
+    assert all(each.events.get_nowait().status == 499 and each.events.empty() for each in requests)
 
 
 def test_a_request_that_leaves_the_queue_is_never_admitted():

@@ -223,6 +223,7 @@ def test_what_cannot_be_served_is_refused_with_a_sentence_and_changes_nothing(se
         (b"POST /v1/../../etc/passwd HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 404),
         (b"GET /v1/models/..%2f..%2fetc HTTP/1.1\r\n\r\n", 404),
         (b"GET /v1/models/other HTTP/1.1\r\n\r\n", 404),
+        (b"GET /v1/modelstiny HTTP/1.1\r\n\r\n", 404),
         (b"GET /etc/passwd HTTP/1.1\r\n\r\n", 404),
         (b"DELETE /v1/models HTTP/1.1\r\n\r\n", 501),
         (b"nonsense\r\n\r\n", 400),

@@ -124,7 +124,7 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if match := re.search(r"is ready at (http://\S+)", line):
+            if match := re.search(r"is ready at (http://[^\s,]+), ranks:", line):
                 found.put(match[1])
         found.put(None)
 
