@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
@@ -83,8 +84,9 @@ def serve(
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
-        words = [*selection.arguments, *(["-n", str(ranks)] if ranks else []), "--", "-m", "mlxdist", "serve", model]
-        _launch(words + _words(context, given))
+        where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
+        command = module_command("mlxdist", "serve", model, *_words(context, given), python=selection.python)
+        _launch([*where, "--", *command])
         return
     from mlxdist.serve.server import BatchLimits, ServeOptions
     from mlxdist.serve.server import serve as run

@@ -61,15 +61,16 @@ def test_a_request_that_takes_too_long(model, ranks, stream):
 
 
 @pytest.mark.long
-def test_a_client_that_does_not_read_does_not_hold_up_the_others(model):
-    body = {"prompt": "x", "max_tokens": 3000, "stream": True, "logit_bias": {"256": -100}}
-    with ServerProcess(model, 2) as server, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        slow.connect(server.where)
-        slow.sendall(post(body))
-        for _ in range(20):
-            assert server.text("another", 20)
-        assert wait_for(lambda: server.metrics()["running"] == 0, 60)
+def test_the_launcher_restarts_a_server(model):
+    """--max-restarts of `mlxdist launch`; the port is the same."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ServerProcess(model, 2, "--port", port, restarts=1) as server:
+        text = server.text("hello", 8)
+        os.kill(server.pids()[1], signal.SIGKILL)
+        assert wait_for(lambda: sum("is ready at" in line for line in server.lines) == 2, 60)
+        assert server.text("hello", 8) == text
+        assert server.stop() == 0
 
 
 @pytest.mark.long
@@ -161,3 +162,11 @@ def test_health_while_the_model_is_being_loaded(model):
         thread.join(60)
     assert seen[-1] == (200, {"status": "ok"})
     assert seen[0] == (503, {"status": "unavailable", "reason": "the model is being loaded"})
+
+
+@pytest.mark.long
+def test_no_code_of_the_current_directory_runs(model, tmp_path):
+    for name in ("typing", "mlx_lm", "tokenizers", "wave"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current directory')")
+    with ServerProcess(model, 2, cwd=tmp_path) as server:
+        assert server.text("x", 2)

@@ -91,9 +91,20 @@ class ServerProcess:
         lines: what it has printed so far.
     """
 
-    def __init__(self, model: Path, ranks: int = 1, *options: object, **variables: str) -> None:
-        command = [sys.executable, "-m", "mlxdist", "serve", model, "--port", 0, *options]
-        command += ["-n", ranks] if ranks > 1 else []
+    def __init__(
+        self,
+        model: Path,
+        ranks: int = 1,
+        *options: object,
+        cwd: Path | None = None,
+        restarts: int | None = None,
+        **variables: str,
+    ) -> None:
+        """With ``restarts`` by `mlxdist launch`."""
+        command = [sys.executable, "-P", "-m", "mlxdist", "serve", model, "--port", 0, *options]
+        command += ["-n", ranks] if ranks > 1 and restarts is None else []
+        if restarts is not None:
+            command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts, "--", *command]
         self.ranks = ranks
         self.name = uuid.uuid4().hex  # by which its processes are found
         environment = os.environ | {
@@ -108,6 +119,7 @@ class ServerProcess:
         self.process = subprocess.Popen(
             list(map(str, command)),
             env=environment | variables,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,41 @@
+"""docs/serve.md: its commands and its program run, and its table has the defaults."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from serving import ServerProcess, save_model_folder
+
+from mlxdist.cli.serve import serve
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+
+
+def test_the_table_has_the_defaults():
+    defaults = {option.opts[0]: option.default for option in serve.params}
+    shown = dict(re.findall(r"`(--[\w-]+)` (\d+)", GUIDE))
+    assert len(shown) == 7 and {name: str(int(defaults[name])) for name in shown} == shown
+
+
+@pytest.mark.long
+def test_the_commands_and_the_program_run(tmp_path):
+    model = save_model_folder(tmp_path / "models" / "qwen")
+    (command,) = re.findall(r"^    (curl .*)", GUIDE, re.MULTILINE)
+    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert "mlxdist serve models/qwen -n 2" in GUIDE
+    with ServerProcess(model.relative_to(tmp_path), 2, cwd=tmp_path) as server:
+        here = lambda text: text.replace("http://127.0.0.1:8080", server.address)
+        done = subprocess.run(
+            ["curl", "-sS", *shlex.split(here(command))[1:]], capture_output=True, check=True, timeout=60
+        )
+        assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("length", "stop")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(here(program), {})
+        body = {"messages": [{"role": "user", "content": "What is a ring?"}], "max_tokens": 16, "seed": 1}
+        answer = server.ask(body, "/v1/chat/completions")
+        assert printed.getvalue() == (answer["choices"][0]["message"]["content"] or "")
