@@ -102,10 +102,11 @@ class Scheduler:
         with self._changed:
             if self._unavailable:
                 raise Refusal(self._unavailable, 503)
-            if len(self._waiting) >= self._max_queue:
+            free = self._places - len(self._running)  # which the next decision fills
+            if len(self._waiting) >= free + self._max_queue:
                 seconds = math.ceil(self._seconds * (len(self._waiting) + 1) / self._places)
                 raise Refusal(
-                    f"{len(self._waiting)} requests wait already; try again later",
+                    f"{self._max_queue} requests wait already; try again later",
                     429,
                     retry_after=min(max(seconds, 1), _MAX_RETRY_AFTER),
                 )

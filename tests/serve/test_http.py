@@ -54,7 +54,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_up_nobody(tmp_pat
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             slow.connect(server.where)
             slow.sendall(post({"prompt": "x", "max_tokens": 4000, "stream": True, "logit_bias": {"256": -100}}))
-            assert wait_for(lambda: server.metrics()["running"] == 1)
+            assert wait_for(lambda: server.metrics()["running"] == 1, 30)
             answers = 0
             while server.metrics()["running"]:
                 answers += bool(server.text("another", 3))

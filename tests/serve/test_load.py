@@ -36,7 +36,7 @@ def test_random_requests_get_the_tokens_of_one_process(model, ranks):
 
     with ServerProcess(model, ranks, *options) as server, ThreadPoolExecutor(8) as threads:
         assert list(threads.map(ask, range(len(bodies)))) == expected
-        assert wait_for(lambda: server.metrics()["running"] == 0)
+        assert wait_for(lambda: server.metrics()["running"] == 0, 30)
         metrics = server.metrics()
         assert metrics['requests_total{outcome="cancelled"}'] == 10 and metrics["cached_prompt_tokens_total"] > 0
         assert metrics["prefix_cache_tokens"] <= 2000
@@ -61,7 +61,7 @@ def test_nothing_grows(model):
             for _ in range(10):
                 with server.raw(post({"prompt": "leaves", "max_tokens": 400, "logit_bias": {"256": -100}})):
                     pass
-            assert wait_for(lambda: server.metrics()["running"] == 0)
+            assert wait_for(lambda: server.metrics()["running"] == 0, 30)
             time.sleep(0.5)  # threads of connections end
             return [measure(pid) for pid in server.pids()]
 

@@ -121,10 +121,10 @@ def test_a_client_that_leaves_is_cancelled_and_the_others_go_on(server, expected
     with ThreadPoolExecutor(1) as threads:
         with server.raw(post(body)):
             stays = threads.submit(server.ask, other)
-            assert wait_for(lambda: server.metrics()["running"] >= 1)
+            assert wait_for(lambda: server.metrics()["running"] >= 1, 30)
         assert stays.result()["choices"][0]["text"].rstrip("\ufffd") == expected(other)
-    assert wait_for(lambda: server.metrics()["running"] == 0)
-    assert wait_for(lambda: server.metrics()['requests_total{outcome="cancelled"}'] == before + 1)
+    assert wait_for(lambda: server.metrics()["running"] == 0, 30)
+    assert wait_for(lambda: server.metrics()['requests_total{outcome="cancelled"}'] == before + 1, 30)
 
 
 BAD = {

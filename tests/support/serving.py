@@ -186,8 +186,9 @@ class ServerProcess:
         answer = self.ask({"prompt": prompt, "max_tokens": max_tokens} | fields)
         return answer["choices"][0]["text"]
 
-    def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self.address + "/metrics", timeout=20) as response:
+    def metrics(self, **headers: str) -> dict[str, float]:
+        request = urllib.request.Request(self.address + "/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=20) as response:
             rows = [line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#"]
         return {name.removeprefix("mlxdist_serve_"): float(value) for name, value in rows}
 
