@@ -103,7 +103,7 @@ class Frontend(ResponseGenerator):
         if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
             raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
         admission = Admission(
-            number=0,
+            number=-1,  # until it is admitted
             prompt=prompt,
             segments=[(kind, len(part)) for kind, part in zip(kinds, parts)],
             max_tokens=min(args.max_tokens, self.context - len(prompt)),

@@ -69,7 +69,8 @@ class Request:
         rate = f", {(self.generated - 1) / took:.1f} tokens/s" if self.generated > 1 and took > 0 else ""
         first = f", the first after {self.first - self.arrived:.3f} s" if self.generated else ""
         prompt = f"{len(self.admission.prompt)} tokens of prompt ({self.cached} cached)"
-        return f"request {self.admission.number}: {prompt}, {self.generated} generated{first}{rate}: {outcome}"
+        name = f"request {self.admission.number}" if self.admission.number >= 0 else "a request that waited"
+        return f"{name}: {prompt}, {self.generated} generated{first}{rate}: {outcome}"
 
 
 class Scheduler:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
@@ -93,15 +92,14 @@ def serve(options: ServeOptions) -> int:
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
-        logits = model(mx.zeros((1, 1), mx.int32))
-        mx.eval(logits)  # kernels are compiled before there are requests
+        vocabulary = worker.warm_up()
         scheduler = None
         if http is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             scheduler = Scheduler(
                 options.limits.decode_concurrency, options.max_queue, heartbeat, tokenizer, frontend.metrics
             )
-            frontend.open(scheduler, tokenizer, logits.shape[-1], context, lambda: _gauges(scheduler, worker))
+            frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
             say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}")
         try:
             received = _loop(own, worker, scheduler)

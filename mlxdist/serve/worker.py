@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import _make_logits_processors
 
-from mlxdist.base.errors import InvalidArgument, Mismatch
+from mlxdist.base.errors import Error, InvalidArgument, Mismatch
 
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
@@ -72,7 +72,7 @@ class Worker:
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer = model, tokenizer
         self._generator = BatchGenerator(
             model,
             completion_batch_size=limits.decode_concurrency,
@@ -83,6 +83,31 @@ class Worker:
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0
+
+    def warm_up(self) -> int:
+        """Generates some tokens for a prompt, and for longer ones that join it, so that batches have been compiled.
+
+        Three, since a mask with a wrong axis may fit batches of as many as there are KV heads.
+
+        Collective. Returns the size of the vocabulary.
+
+        Raises:
+            InvalidArgument: on every rank, mlx-lm cannot compute batches of this model.
+        """
+        stream = mx.default_stream(mx.default_device())
+        generator = BatchGenerator(self._model, prefill_step_size=2, stream=stream)
+        generator.insert([[0], [0] * 5, [0] * 7], max_tokens=[8, 6, 2])
+        vocabulary = 0
+        try:
+            while responses := generator.next_generated():
+                vocabulary = responses[0].logprobs.shape[-1]
+        except Error:
+            raise
+        except Exception as error:  # in all ranks alike: of shapes
+            raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model: {error}") from error
+        finally:
+            generator.close()
+        return vocabulary
 
     def step(self, decisions: Decisions) -> Outcome:
         """Collective as the model is; in a step without requests nothing is computed.

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving import ServerProcess, save_model_folder
+from serving import NOT_BATCHED, ServerProcess, save_model_folder
 
 from mlxdist.cli.serve import serve
 
@@ -20,6 +20,11 @@ def test_the_table_has_the_defaults():
     defaults = {option.opts[0]: option.default for option in serve.params}
     shown = dict(re.findall(r"`(--[\w-]+)` (\d+)", GUIDE))
     assert len(shown) == 7 and {name: str(int(defaults[name])) for name in shown} == shown
+
+
+def test_the_models_that_are_not_served():
+    (listed,) = re.findall(r"all but ((?:`\w+`(?:, | and )?)+)", GUIDE.replace("\n", " "))
+    assert tuple(re.findall(r"`(\w+)`", listed)) == NOT_BATCHED
 
 
 @pytest.mark.long

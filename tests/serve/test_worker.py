@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+import tiny_models
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import KVCache
 from mlx_lm.server import _make_logits_processors, _make_sampler
-from serving import PLAIN, VOCABULARY, save_model_folder
+from serving import NOT_BATCHED, PLAIN, save_model_folder
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
@@ -147,10 +148,21 @@ def test_the_prefix_cache_evicts_by_tokens_whatever_the_bytes():
     assert kept[0] == kept[1] == [False, False, False, False, True]
 
 
-def test_a_model_whose_caches_mlx_lm_cannot_batch_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="mlx-lm cannot batch requests of a model with ChunkedKVCache"):
-        Worker(*load(str(save_model_folder(tmp_path, "llama4"))), BatchLimits())
+KINDS = [kind for kind in tiny_models.model_files() if kind not in tiny_models.NOT_IMPORTED | tiny_models.NOT_COMPARED]
 
 
-def test_the_vocabulary_is_that_of_the_logits(loaded):
-    assert loaded[0](mx.zeros((1, 1), mx.int32)).shape[-1] == VOCABULARY
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("qwen3", "gemma2", "llama4") else pytest.mark.long) for kind in KINDS],
+)
+def test_models_that_mlx_lm_batches_and_others(loaded, kind):
+    """Three overlapping requests; a model with which that fails is refused before there are any."""
+    model, limits = tiny_models.build(kind), BatchLimits(prefill_step_size=4)
+    if kind in NOT_BATCHED:
+        with pytest.raises(InvalidArgument, match="mlx-lm cannot batch requests of (a|this) model"):
+            Worker(model, loaded[1], limits).warm_up()
+        return
+    worker = Worker(model, loaded[1], limits)
+    assert worker.warm_up() == tiny_models.config_of(kind).get("vocab_size", 96)
+    rounds = [[replace(admission(number, [3, 4, 5, 6, 7, 8][: 2 + number]), max_tokens=4)] for number in range(3)]
+    assert all(len(tokens) == 4 for tokens in run(worker, *rounds).values())

@@ -30,6 +30,8 @@ from mlxdist.serve.decisions import Admission
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
 VOCABULARY = 259  # a token for every byte, one for the end, two of the template
 CONTEXT = 512
+# Model files of mlx-lm that its batches cannot serve: caches without a merge(), masks and positions of one sequence.
+NOT_BATCHED = ("deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small")
 PLAIN = Admission(
     7,
     [1, 2, 3],
