@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import _make_logits_processors
 
-from mlxdist.base.errors import Error, InvalidArgument, Mismatch
+from mlxdist.base.errors import InvalidArgument, Mismatch
 
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
@@ -101,9 +101,7 @@ class Worker:
         try:
             while responses := generator.next_generated():
                 vocabulary = responses[0].logprobs.shape[-1]
-        except Error:
-            raise
-        except Exception as error:  # in all ranks alike: of shapes
+        except (ValueError, TypeError, AttributeError, IndexError) as error:  # of shapes, on all ranks alike
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model: {error}") from error
         finally:
             generator.close()
