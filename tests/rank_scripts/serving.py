@@ -4,7 +4,6 @@ Arguments: the model's folder.
 """
 
 import sys
-import time
 
 import mlx.core as mx
 import numpy as np
@@ -35,12 +34,10 @@ def collectives(of, function):
 
 scheduler = Scheduler(8, 8, heartbeat=0.01, tokenizer=tokenizer, metrics=Metrics())
 requests = []
+sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
 for tokens in (4, 40, 400):
-    sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
-    segments = [("user", tokens)]
-    admission = Admission(
-        0, list(range(2, 202)) * 2 if tokens == 400 else [5] * tokens, segments, 60, 7, sampling, logits
-    )
+    prompt = [2 + i % 200 for i in range(tokens)]
+    admission = Admission(-1, prompt, [("user", tokens)], max_tokens=60, seed=7, sampling=sampling, logits=logits)
     requests.append(Request(admission, lambda: True, timeout=60, top_logprobs=None))
 size = FRAME
 
@@ -57,12 +54,12 @@ def step(number):
     if group.rank() == 0:
         scheduler.deliver(outcome)
     size = decisions.next_size
-    return outcome
 
 
-sizes, sent = [], []
+sizes = []
 for number in range(14):
-    count, nbytes = collectives(own, lambda: (sizes.append(size), step(number)))
+    sizes.append(size)
+    count, nbytes = collectives(own, lambda: step(number))
     assert count == 1, count
     if group.rank() == 0:
         assert nbytes == sizes[-1], (nbytes, sizes)
@@ -74,5 +71,4 @@ alone, _ = collectives(group, lambda: mx.eval(model(mx.array([[3]]), cache=cache
 for number in range(14, 20):
     count, _ = collectives(group, lambda: step(number))
     assert count == alone, (count, alone)
-time.sleep(0)
 print(f"{alone} collectives of the model and 1 of the server in a step: ok")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -174,3 +175,17 @@ def test_no_code_of_the_current_directory_runs(model, tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current directory')")
     with ServerProcess(model, 2, cwd=tmp_path) as server:
         assert server.text("x", 2)
+
+
+@pytest.mark.long
+def test_ranks_on_hosts_with_a_key_and_a_short_deadline(model):
+    """The key reaches the ranks, on no command line; an idle server's messages come before the deadline."""
+    key = uuid.uuid4().hex
+    header = {"Authorization": f"Bearer {key}"}
+    with ServerProcess(model, 1, "--hosts", "localhost:2", MLXDIST_API_KEY=key, MLXDIST_TIMEOUT="1") as server:
+        assert server.request({"prompt": "x", "max_tokens": 2})[0] == 401
+        time.sleep(4)
+        assert server.ask({"prompt": "x", "max_tokens": 2}, **header) and server.metrics(**header)["steps_total"] > 4
+        commands = subprocess.run(["ps", "-axww", "-o", "args="], capture_output=True, text=True, check=True).stdout
+        assert "mlxdist serve" in commands and key not in commands
+        assert server.stop() == 0
