@@ -36,7 +36,7 @@ MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024  # of all stop words of a request
 MAX_BIASES = 300  # as in OpenAI's API
 MAX_CANCELS = 64  # of one message
-MAX_ADMISSIONS = 4  # of one message: so many fit into FRAME with all else, but for what they bring
+MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
@@ -54,7 +54,7 @@ class Admission:
         prompt: tokens.
         segments: the prompt in parts, each with its kind of SEGMENTS and its number of tokens. mlx-lm's prompt cache
             keeps the end of each.
-        max_tokens: at most so many are generated.
+        max_tokens: the most that are generated.
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.

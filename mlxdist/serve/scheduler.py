@@ -1,4 +1,4 @@
-"""Rank 0: which requests wait, run and end. Its decisions are all that the other ranks hear of."""
+"""Rank 0: which requests wait, run and end. The other ranks get its decisions and nothing else."""
 
 import itertools
 import math

@@ -155,7 +155,7 @@ def _listen(options: ServeOptions, frontend: Frontend) -> Server:
     except (OSError, OverflowError) as error:
         raise InvalidArgument(f"serve: cannot listen at {options.host}, port {options.port}: {error}") from None
     if not options.api_key and not server.is_local:
-        say(f"whoever reaches {server.address} can use the model; --api-key or MLXDIST_API_KEY sets a key")
+        say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
     return server
 
 

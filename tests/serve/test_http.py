@@ -37,7 +37,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_client_that_does_not_read_is_disconnected_and_holds_up_nobody(tmp_path, monkeypatch):
+def test_a_client_that_does_not_read_is_disconnected_and_holds_up_no_other(tmp_path, monkeypatch):
     """With buffers of a few events, and a second in place of a minute."""
     monkeypatch.setattr(Handler, "timeout", 1.0)
     loaded, tokenizer = load(str(save_model_folder(tmp_path)))
