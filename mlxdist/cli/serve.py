@@ -39,7 +39,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
-@click.option("--allowed-origins", default="", metavar="A,B", help="Web pages that may read answers; * for all.")
+@click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
 @click.option(
     "--request-timeout",

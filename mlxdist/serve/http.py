@@ -139,6 +139,10 @@ class Handler(APIHandler):
         key, given = self._frontend.api_key, self.headers.get("Authorization", "")
         if key and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {key}".encode()):
             raise Refusal("the API key is missing or wrong; send it as Authorization: Bearer KEY", 401)
+        # A browser sends it for any page that the user of this machine looks at.
+        origin, allowed = self.headers.get("Origin"), self._frontend.cli_args.allowed_origins
+        if origin is not None and not {"*", origin} & set(allowed):
+            raise Refusal("web pages of this origin may not use the model; --allowed-origins names those that may", 403)
 
     def _read(self) -> bytes:
         length = self.headers.get("Content-Length")

@@ -47,7 +47,7 @@ class ServeOptions:
         max_context: tokens of a prompt and its answer; None for what the model's config.json says.
         defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
         chat_template_args: variables of the chat template.
-        allowed_origins: of web pages that may read answers.
+        allowed_origins: of web pages that may use it; "*" for all.
         api_key: that clients send; empty for none.
     """
 

@@ -20,6 +20,21 @@ from mlxdist.serve.server import ServeOptions, _mlx_lms
 from mlxdist.serve.worker import BatchLimits, Worker
 
 
+@pytest.mark.parametrize(
+    "allowed, status", [([], 403), (["http://b.page"], 403), (["http://a.page"], 200), (["*"], 200)]
+)
+def test_pages_of_allowed_origins(allowed, status):
+    frontend = Frontend(Namespace(allowed_origins=allowed), ("tiny",), 60.0, "")
+    server = Server("127.0.0.1", 0, frontend)
+    with (
+        server.listening(),
+        contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as there,
+    ):
+        there.request("GET", "/v1/models", headers={"Origin": "http://a.page"})
+        response = there.getresponse()
+    assert (response.status, response.headers["Access-Control-Allow-Origin"] is not None) == (status, status == 200)
+
+
 def test_keys_are_compared_in_constant_time(monkeypatch):
     """With hmac.compare_digest: how long it takes does not say how much of a guess is right."""
     compared = []

@@ -220,6 +220,7 @@ def test_what_cannot_be_served_is_refused_with_a_sentence_and_changes_nothing(se
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}", 400),
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n{}", 400),
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n{}", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nOrigin: http://a.page\r\nContent-Length: 2\r\n\r\n{}", 403),
         (b"POST /v1/../../etc/passwd HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 404),
         (b"GET /v1/models/..%2f..%2fetc HTTP/1.1\r\n\r\n", 404),
         (b"GET /v1/models/other HTTP/1.1\r\n\r\n", 404),
