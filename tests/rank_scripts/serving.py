@@ -1,9 +1,10 @@
 """Counts what the loop of `mlxdist serve` communicates, without HTTP: one broadcast of 1 KiB per step, and the model's.
 
-Arguments: the model's folder.
+Arguments: the model's folder; "diverge" where rank 1 is to sample with another seed.
 """
 
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -50,6 +51,8 @@ def step(number):
             scheduler.submit(requests[number])
         message = np.frombuffer(scheduler.decide(number, size, worker.digest).encode(size), np.uint8)
     decisions = Decisions.decode(mlxdist.broadcast(message, group=own).tobytes())
+    if len(sys.argv) > 2 and group.rank() == 1:
+        decisions = replace(decisions, admit=[replace(request, seed=8) for request in decisions.admit])
     outcome = worker.step(decisions)
     if group.rank() == 0:
         scheduler.deliver(outcome)
