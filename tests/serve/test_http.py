@@ -35,6 +35,25 @@ def test_pages_of_allowed_origins(allowed, status):
     assert (response.status, response.headers["Access-Control-Allow-Origin"] is not None) == (status, status == 200)
 
 
+def test_connections_beyond_the_limit_get_a_503(monkeypatch):
+    monkeypatch.setattr("mlxdist.serve.http.MAX_CONNECTIONS", 2)
+    server = Server("127.0.0.1", 0, Frontend(Namespace(allowed_origins=[]), ("tiny",), 60.0, ""))
+    with server.listening():
+        idle = [socket.create_connection(server.server_address, 20) for _ in range(2)]
+        with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as third:
+            third.request("GET", "/v1/models")
+            assert third.getresponse().status == 503
+        for connection in idle:
+            connection.close()
+
+        def is_served():
+            with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as again:
+                again.request("GET", "/v1/models")
+                return again.getresponse().status == 200
+
+        assert wait_for(is_served)
+
+
 def test_keys_are_compared_in_constant_time(monkeypatch):
     """With hmac.compare_digest: how long it takes does not say how much of a guess is right."""
     compared = []
