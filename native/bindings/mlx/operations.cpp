@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 #include <nanobind/stl/optional.h>
@@ -263,6 +264,62 @@ class SendRecv : public Operation<SendRecv, int, int, mx::Dtype, mx::Dtype> {
   }
 };
 
+/* MLX's have no gradient. These are adjoint to each other: the cotangent of a message travels back. The result of a
+ * send is its input, whose gradient is what comes back plus the cotangent of that result. What comes back follows the
+ * message: its receive has the result as its input. */
+class Send : public Operation<Send, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "send"; }
+  static mx::array build(const mx::array& x, std::shared_ptr<Connection> connection, int to, mx::StreamOrDevice s,
+                         double timeout) {
+    return apply(std::make_shared<Send>(op_context(std::move(connection), s, timeout), to), x);
+  }
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>&, const Arrays& outputs) override {
+    return {mx::add(cotangents[0], apply(adjoint(), outputs[0], primals[0].shape()))};
+  }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override;
+  void evaluate(const mx::array& in, mx::array& out) override {
+    out.copy_shared_buffer(in);
+    const int to = argument<0>();
+    enqueue([in = data_of(in), layout = layout_of(in), to](
+                mlxdist_group* group) { return mlxdist_send(group, in, &layout, to, nullptr); },
+            to, MLXDIST_NONE);
+  }
+};
+
+/* Its input is a token, of which nothing is sent: it is what a gradient gets here by. That of the token is zero, once
+ * the cotangent of what was received is sent back. Arguments: from, dtype of the result where it is not the token's. */
+class Recv : public Operation<Recv, int, std::optional<mx::Dtype>> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "recv"; }
+  static mx::array build(const mx::array& token, std::shared_ptr<Connection> connection, int from,
+                         const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice s, double timeout) {
+    auto context = op_context(std::move(connection), s, timeout);
+    return apply(std::make_shared<Recv>(std::move(context), from, dtype), token, mx::Shape(shape.begin(), shape.end()));
+  }
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>&, const Arrays& outputs) override {
+    auto cotangent = mx::depends({cotangents[0]}, {outputs[0]})[0]; /* which may not need what was received */
+    return mx::depends({mx::zeros_like(primals[0])}, {apply(adjoint(), cotangent)});
+  }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return make<Send>(argument<0>()); }
+  mx::Dtype result_dtype(mx::Dtype in) const override { return argument<1>().value_or(in); }
+  void evaluate(const mx::array&, mx::array& out) override {
+    allocate(out);
+    const int from = argument<0>();
+    enqueue([out = data_of(out), layout = layout_of(out), from](
+                mlxdist_group* group) { return mlxdist_recv(group, out, &layout, from, nullptr); },
+            MLXDIST_NONE, from);
+  }
+};
+
+std::shared_ptr<Primitive> Send::adjoint() { return make<Recv>(argument<0>(), std::optional<mx::Dtype>()); }
+
 void define_operations(nb::module_& m) {
   auto define = [&m](const char* name, auto build, auto... arguments) {
     m.def(name, build, nb::arg("x"), nb::arg("connection"), nb::arg(arguments)..., nb::arg("stream") = nb::none(),
@@ -278,6 +335,8 @@ void define_operations(nb::module_& m) {
   define("all_to_all", &AllToAll::build);
   define("all_to_all_v", &AllToAllV::build, "send_counts", "receive_counts");
   define("sendrecv", &SendRecv::build, "to", "from", "shape", "dtype");
+  define("send", &Send::build, "to");
+  define("recv", &Recv::build, "from", "shape", "dtype");
 }
 
 }  // namespace mlxdist
