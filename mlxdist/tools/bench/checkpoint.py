@@ -21,7 +21,7 @@ LOST = 0.05  # of the time of a step
 @benchmark(repeats=7, two_ranks_here=True)
 @click.option("--hidden", type=multiples_of(8), default="1024", show_default=True, help="Widths of the layers.")
 @click.option("--layers", type=click.IntRange(1, 64), default=4, show_default=True, help="Linear layers of a model.")
-@click.option("--rows", type=click.IntRange(1, 65536), default=64, show_default=True, help="Of a batch of one rank.")
+@click.option("--rows", type=click.IntRange(1, 65536), default=8, show_default=True, help="Of a batch of one rank.")
 @click.option("--steps", type=click.IntRange(1, 10000), default=20, show_default=True, help="For each save.")
 @click.option("--directory", type=click.Path(file_okay=False), help="Where to save.  [default: a temporary one]")
 def checkpoint(runner: Runner, hidden: list[int], layers: int, rows: int, steps: int, directory: str | None) -> Report:
