@@ -62,10 +62,7 @@ def messages(function: Callable[[], object]) -> int:
 def chain() -> None:
     """Each form with the number of messages to or from a neighbor: one there, one back, one again for a checkpoint."""
     neighbors = (rank > 0) + (rank < size - 1)
-    forms = {
-        "plain": (mx.value_and_grad(part), 2),
-        "checkpointed": (mx.value_and_grad(mx.checkpoint(part)), 3),
-    }
+    forms = {"plain": (mx.value_and_grad(part), 2), "checkpointed": (mx.value_and_grad(mx.checkpoint(part)), 3)}
     compiled_forms = {
         "compiled": (mx.compile(mx.value_and_grad(part)), 2),
         "of a compiled function": (mx.value_and_grad(mx.compile(part)), 2),
