@@ -284,8 +284,8 @@ class Send : public Operation<Send, int> {
   void evaluate(const mx::array& in, mx::array& out) override {
     out.copy_shared_buffer(in);
     const int to = argument<0>();
-    enqueue([in = data_of(in), layout = layout_of(in), to](
-                mlxdist_group* group) { return mlxdist_send(group, in, &layout, to, nullptr); },
+    enqueue([in = data_of(in), layout = layout_of(in),
+             to](mlxdist_group* group) { return mlxdist_send(group, in, &layout, to, nullptr); },
             to, MLXDIST_NONE);
   }
 };
@@ -312,8 +312,8 @@ class Recv : public Operation<Recv, int, std::optional<mx::Dtype>> {
   void evaluate(const mx::array&, mx::array& out) override {
     allocate(out);
     const int from = argument<0>();
-    enqueue([out = data_of(out), layout = layout_of(out), from](
-                mlxdist_group* group) { return mlxdist_recv(group, out, &layout, from, nullptr); },
+    enqueue([out = data_of(out), layout = layout_of(out),
+             from](mlxdist_group* group) { return mlxdist_recv(group, out, &layout, from, nullptr); },
             MLXDIST_NONE, from);
   }
 };
