@@ -13,18 +13,22 @@ class PrefixCache(LRUPromptCache):
     mlx-lm's limit in bytes counts those of this rank's shard, which differ between ranks with unequal shares of the
     heads: ranks would evict at different times. The order of eviction is mlx-lm's: responses before prompts of users
     before system prompts, the oldest first.
+
+    Attributes:
+        tokens: in all sequences that are kept; a prefix that two share counts twice, as it is kept twice. Any thread
+            may read it, as /metrics does while the thread of the model inserts.
     """
 
     def __init__(self, max_size: int, max_tokens: int) -> None:
         super().__init__(max_size)
         self.max_tokens = max_tokens
-
-    @property
-    def tokens(self) -> int:
-        """In all sequences that are kept; a prefix that two share counts twice, as it is kept twice."""
-        return sum(len(tokens) for lru in self._lru._lrus.values() for _, tokens in lru)
+        self.tokens = 0
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **keywords: Any) -> None:
         super().insert_cache(model, tokens, prompt_cache, **keywords)
-        while len(self) and self.tokens > self.max_tokens:
+        while len(self) and self._count() > self.max_tokens:
             self.trim_to(n_sequences=len(self) - 1)
+        self.tokens = self._count()
+
+    def _count(self) -> int:
+        return sum(len(tokens) for lru in self._lru._lrus.values() for _, tokens in lru)

@@ -1,6 +1,9 @@
 """The batch of one rank: its tokens are mlx-lm's of each request alone; its prefix cache counts tokens."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import mlx.core as mx
 import pytest
@@ -146,6 +149,29 @@ def test_the_prefix_cache_evicts_by_tokens_whatever_the_bytes():
             assert cache.tokens <= 100
         kept.append([len(cache.fetch_nearest_cache("model", [number] * 200)[1]) < 200 for number in range(5)])
     assert kept[0] == kept[1] == [False, False, False, False, True]
+
+
+def test_any_thread_reads_how_many_tokens_the_prefix_cache_has():
+    """As /metrics does while the thread of the model inserts."""
+    cache, found, ends = PrefixCache(max_size=64, max_tokens=100), [], Event()
+
+    def read():
+        while not ends.is_set():
+            found.append(cache.tokens)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(read)
+            for number in range(1000):
+                cache.insert_cache("model", [number] * 3, [KVCache()], cache_type=("system", "user")[number % 2])
+            ends.set()
+            reading.result()  # raises what read() has raised
+    finally:
+        ends.set()
+        sys.setswitchinterval(interval)
+    assert found and 0 <= min(found) and max(found) <= 100
 
 
 KINDS = [kind for kind in tiny_models.model_files() if kind not in tiny_models.NOT_IMPORTED | tiny_models.NOT_COMPARED]
