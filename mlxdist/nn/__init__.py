@@ -14,6 +14,7 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
+from .pipeline import Stage, StagePlan, pipeline_parallel, plan_stages
 from .sharding.plan import Plan, Shard, plan_shards
 from .sharding.verify import Verification, verify
 from .split_block import SplitBlock, SplitModel, Submissions
@@ -51,6 +52,8 @@ __all__ = [
     "Shard",
     "SplitBlock",
     "SplitModel",
+    "Stage",
+    "StagePlan",
     "Submissions",
     "Verification",
     "VocabParallelEmbedding",
@@ -61,7 +64,9 @@ __all__ = [
     "gather_from_tensor_parallel_region",
     "gather_sequence",
     "load_sharded",
+    "pipeline_parallel",
     "plan_shards",
+    "plan_stages",
     "prefill",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

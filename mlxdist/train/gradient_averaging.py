@@ -9,10 +9,10 @@ from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agree
+from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
-from .channel import Channel
 from .gradient_buckets import Gradient, Plan
 
 __all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "reduced_over"]

@@ -13,13 +13,13 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.sharding.plan.parallel_region import repeated
+from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 from mlxdist.runtime.packing import pack, unpack
 
 from . import micro_batches
-from .channel import Channel
 from .flat_shards import FlatShards, Slot
 
 __all__ = ["METHODS", "Unit", "UnitChannel"]

@@ -10,7 +10,7 @@ from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.rank_shares import MEASUREMENTS
 
-__all__ = ["RankShares", "resolve", "slowest_of_columns"]
+__all__ = ["RankShares", "resolve", "resolve_stages", "slowest_of_columns"]
 
 RankShares = Sequence[float] | str
 
@@ -21,17 +21,7 @@ def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1
     hosts, or another number of ranks."""
     if not isinstance(rank_shares, str):
         return rank_shares
-    if rank_shares not in MEASUREMENTS:
-        words = " or ".join(f'"{word}"' for word in MEASUREMENTS)
-        raise InvalidArgument(
-            f"{name}: rank_shares must be {ranks} numbers, one per rank, or {words}, not {rank_shares!r:.80}"
-        )
-    found = getattr(Environment.read(), f"rank_shares_{rank_shares}")
-    if found is None:
-        raise InvalidArgument(
-            f"{name}: rank_shares={rank_shares!r} needs a job whose hosts are measured: `mlxdist calibrate` writes its "
-            "measurements to the hostfile of `mlxdist launch --hostfile`"
-        )
+    found = _measured(f"{name}: rank_shares", rank_shares, f"{ranks} numbers, one per rank")
     if len(found) != ranks * rows:
         raise InvalidArgument(
             f"{name}: rank_shares={rank_shares!r} are those of the {len(found)} ranks of the job, but "
@@ -40,6 +30,35 @@ def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1
     return slowest_of_columns(found, ranks)
 
 
+def resolve_stages(name: str, weights: RankShares | None, stages: int) -> Sequence[float] | None:
+    """As :func:`resolve`, for the rows of a grid, which are stages of a pipeline: each is as fast as its slowest
+    rank."""
+    if not isinstance(weights, str):
+        return weights
+    found = _measured(f"{name}: weights", weights, f"{stages} numbers, one per stage")
+    if len(found) % stages:
+        raise InvalidArgument(
+            f"{name}: weights={weights!r} are those of the {len(found)} ranks of the job, which are not {stages} equal "
+            "stages; give numbers"
+        )
+    columns = len(found) // stages
+    return [min(found[row * columns : (row + 1) * columns]) for row in range(stages)]
+
+
 def slowest_of_columns(speeds: Sequence[float], columns: int) -> list[float]:
     """Of the ranks in a grid, rank = row * columns + column: each column is as fast as its slowest."""
     return [min(speeds[column::columns]) for column in range(columns)]
+
+
+def _measured(what: str, word: str, numbers: str) -> Sequence[float]:
+    """The speeds of all ranks of the job by that word."""
+    if word not in MEASUREMENTS:
+        words = " or ".join(f'"{name}"' for name in MEASUREMENTS)
+        raise InvalidArgument(f"{what} must be {numbers}, or {words}, not {word!r:.80}")
+    found: Sequence[float] | None = getattr(Environment.read(), f"rank_shares_{word}")
+    if found is None:
+        raise InvalidArgument(
+            f"{what}={word!r} needs a job whose hosts are measured: `mlxdist calibrate` writes its measurements to the "
+            "hostfile of `mlxdist launch --hostfile`"
+        )
+    return found

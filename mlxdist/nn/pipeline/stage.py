@@ -1,0 +1,244 @@
+"""A stage of a pipeline: some layers of a model, and the model around them as it is.
+
+mlx-lm's models compute masks, positions and layer types in the code around their layers. So a stage runs that code
+with all layers in their places: those of other stages hold nothing and do nothing, and what the first of its own
+takes is what the stage before has sent. Rank s of the group is stage s, so rank 0 has the embedding. (mlx-lm's own
+pipelines are the other way round.)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from .elsewhere import advance, drop_layer, drop_parameters
+from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
+from .stage_plan import StagePlan, plan_stages, stages_of
+from .transfer import Transfer
+
+__all__ = ["Stage", "pipeline_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | None = None) -> M:
+    """Makes this rank's stage of a model of mlx-lm, in place. Collective; no parameter is evaluated.
+
+    ``model(tokens, cache=...)``, called by all ranks with the same arguments, then returns the logits of the full
+    model on all ranks, and a rank computes no more than its own layers. So mlx-lm's commands and generators work as
+    they are: caches have an entry for each layer, and those of other stages' layers hold no keys and values.
+    ``model.stage`` is the :class:`Stage`, for loops that keep several batches on their way. ``model.parameters()`` are
+    those of this stage. Shard layers first (:func:`shard_model`), and call mlx-lm's ``grad_checkpoint`` first.
+
+    Args:
+        model: full, or with layers that are sharded over other ranks than those of ``group``.
+        group: the ranks, one for each stage, such as ``mesh["pp"]``; ``None`` is the group of ``mlxdist.init()``.
+        plan: of :func:`plan_stages`, the same on all ranks; ``None`` makes one with stages of equal parameters.
+
+    Returns:
+        ``model``. In a group of one it is unchanged, but for ``model.stage``.
+
+    Raises:
+        InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is for another model or number
+            of ranks; the ranks have different plans or models. The same on all ranks; the model is unchanged.
+    """
+    group = group_of(group)
+    layers: Any = None
+    with agreed("pipeline_parallel", group, None if plan is None else plan.to_json()):
+        if isinstance(getattr(model, "stage", None), Stage):
+            raise InvalidArgument("pipeline_parallel: the model is a stage already")
+        layers = find_layers(model)
+        plan = plan or plan_stages(model, group.size())
+        plan.check(model, layers)
+        if plan.stages != group.size():
+            raise InvalidArgument(
+                f"pipeline_parallel: the plan has {plan.stages} stages, and the group {group.size()} ranks"
+            )
+    assert plan is not None
+    with agreed("pipeline_parallel", group, layers.taken):
+        pass
+    stage = Stage(model, layers, plan, group)
+    _routed(model, stage, layers)
+    _drop_others(model, stage, layers)
+    return model
+
+
+class Stage:
+    """This rank's part of a pipeline; made by :func:`pipeline_parallel`.
+
+    Attributes:
+        group: the ranks; rank s is stage s.
+        index, stages: this stage, and how many there are.
+        plan: which layers each has.
+        chunks: the layers of this rank, a range for each of its virtual stages.
+        tied: paths of parameters that both the first and the last stage hold. Their gradients are to be added up.
+        transfer: the messages between stages.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, plan: StagePlan, group: Group) -> None:
+        self.group, self.plan, self._layers = group, plan, layers
+        self.index, self.stages = group.rank(), group.size()
+        self.chunks = [range(*pair) for pair in plan.ranges[self.index :: self.stages]]
+        self.tied = [path for path, when in layers.outside.items() if len(stages_of(when, self.stages)) == 2]
+        self.transfer = Transfer(group) if self.stages > 1 else None
+        self._model: Callable[..., Any] = partial(type(model).__call__, model)
+        self._run: _Run | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the head."""
+        return self.index == self.stages - 1
+
+    def __call__(
+        self, tokens: mx.array, hidden: Sequence[mx.array] | None = None, cache: Any = None, chunk: int = 0
+    ) -> Any:
+        """What this stage computes, without communication; differentiable in ``hidden`` and its parameters.
+
+        Args:
+            tokens: integers of shape (batch, length), on every stage.
+            hidden: what the stage before has returned; ``None`` for the first.
+            cache: of ``make_prompt_cache(model)``.
+            chunk: which of this rank's virtual stages.
+
+        Returns:
+            The arrays that the next stage takes, a list; of the last stage the logits, (batch, length, vocabulary).
+
+        Raises:
+            InvalidArgument: ``hidden`` is missing, or given to the first stage; a ``cache`` with virtual stages.
+        """
+        own = self.chunks[chunk]
+        if (hidden is None) != (own.start == 0):
+            raise InvalidArgument("a stage takes what the stage before has returned, and the first takes None")
+        if cache is not None and len(self.chunks) > 1:
+            raise InvalidArgument("virtual stages are for training and have no cache")
+        run = _Run([own], tokens.shape, hidden)
+        logits = self._called(run, tokens, cache=cache)
+        return logits if own.stop == len(self._layers.paths) else run.left
+
+    def connected(self, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        """The logits of the full model, on all ranks, which call it with the same arguments: ``model(...)``."""
+        if self.transfer is None:
+            return self._model(tokens, *args, **keywords)
+        run = _ConnectedRun(self, self.transfer, tokens.shape)
+        logits = self._called(run, tokens, *args, **keywords)
+        if not self.is_last:  # these are made of zeros: only their shape is right
+            (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
+        return self.transfer.broadcast(logits, self.stages - 1)
+
+    def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        """What a layer of the model does when the model calls it."""
+        run = self._run
+        arguments: list[Any] = [list(args), keywords]
+        if run is None:
+            return kind.__call__(layer, *args, **keywords)
+        taken = self._layers.taken[number]
+        if number in run.stops:
+            run.leave(number, [at(arguments, passed.at) for passed in taken])
+        if number in run.starts:
+            run.received = {passed.origin: x for passed, x in zip(taken, run.enter(number), strict=True)}
+        if not any(number in chunk for chunk in run.chunks):
+            return self._skip(run, number, arguments)
+        for passed in taken:  # where the model has zeros for what has come from another stage
+            if passed.origin in run.received:
+                arguments = with_value(arguments, passed.at, run.received[passed.origin])
+        return kind.__call__(layer, *arguments[0], **arguments[1])
+
+    def _skip(self, run: "_Run", number: int, arguments: list[Any]) -> Any:
+        """In place of a layer of another stage."""
+        batch, length = run.shape
+        if (path := self._layers.caches[number]) is not None:
+            advance(at(arguments, path), batch, length, run.messages[-1] if run.messages else None)
+        return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
+
+    def taken(self, number: int) -> Boundary:
+        """What layer ``number`` takes."""
+        return self._layers.taken[number]
+
+    def _called(self, run: "_Run", tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        self._run = run
+        try:
+            return self._model(tokens, *args, **keywords)
+        finally:
+            self._run = None
+
+
+class _Run:
+    """One call of the model: which layers this rank computes, and what happens where they begin and end.
+
+    ``messages``: of this call so far. Each waits for the one before, so that all ranks have them in one order.
+    """
+
+    def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
+        self.chunks, self.shape = chunks, shape
+        self.starts = {chunk.start for chunk in chunks if chunk.start}
+        self.stops = {chunk.stop for chunk in chunks}
+        self.messages: list[mx.array] = []
+        self.received: dict[int, mx.array] = {}  # of the chunk that is computed, by origin
+        self.hidden, self.left = list(hidden or ()), list[mx.array]()
+
+    def enter(self, number: int) -> list[mx.array]:
+        """What layer ``number``, the first of a chunk, takes."""
+        return self.hidden
+
+    def leave(self, number: int, arrays: list[mx.array]) -> None:
+        """Where layer ``number`` comes after a chunk: what it takes of that."""
+        self.left = arrays
+
+
+class _ConnectedRun(_Run):
+    """One that receives and sends."""
+
+    def __init__(self, stage: Stage, transfer: Transfer, shape: Sequence[int]) -> None:
+        super().__init__(stage.chunks, shape)
+        self.stage, self.transfer = stage, transfer
+
+    def enter(self, number: int) -> list[mx.array]:
+        before, taken = (self.stage.index - 1) % self.stage.stages, self.stage.taken(number)
+        batch, length = self.shape
+        received = self.transfer.recv(taken, batch, length, before, after=self.messages[-1:])
+        self.messages += received
+        return received
+
+    def leave(self, number: int, arrays: list[mx.array]) -> None:
+        behind, taken = (self.stage.index + 1) % self.stage.stages, self.stage.taken(number)
+        self.messages += self.transfer.send(arrays, behind, taken, after=self.messages[-1:])
+
+
+def _routed(model: Any, stage: Stage, layers: Layers) -> None:
+    """Every layer goes by way of the stage, and the model, too."""
+
+    def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return stage.call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
+
+    def call_model(kind: Any, model: nn.Module, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        return stage.connected(tokens, *args, **keywords)
+
+    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
+    for layer in model.layers:
+        layer.__class__ = subclass(type(layer), __call__=call_layer)
+    model.__class__ = subclass(type(model), __call__=call_model)
+    model.stage = stage
+
+
+def _drop_others(model: Any, stage: Stage, layers: Layers) -> None:
+    """Takes out of the model what other stages hold."""
+    for number, layer in enumerate(model.layers):
+        if not any(number in chunk for chunk in stage.chunks):
+            drop_layer(layer)
+    modules = dict(model.named_modules())
+    for path, when in layers.outside.items():
+        if stage.index not in stages_of(when, stage.stages):
+            drop_parameters(modules[path])

@@ -1,0 +1,72 @@
+"""`pipeline_parallel`: models of mlx-lm in stages compute, bitwise, what they compute in one process."""
+
+import pytest
+import tiny_models
+
+pytest.importorskip("mlx_lm")
+
+LONG = pytest.mark.long
+# Plain; tied embedding and a cache without length; several arrays between layers; windows; layers without a cache.
+TYPICAL = ["qwen3", "mamba", "rwkv7", "gpt_oss", "nemotron_h"]
+NO_STAGES = ["afm7", "gemma3n", "gemma4", "gemma4_text", "iquestloopcoder", "kimi_k3"]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=LONG)])
+def test_logits(run_ranks, ranks):
+    equal(run_ranks, ranks, "models", *TYPICAL)
+
+
+@LONG
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_model_file_of_mlx_lm(run_ranks, ranks):
+    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
+    names = [name for name in names if name not in tiny_models.NOT_COMPARED]
+    outputs = equal(run_ranks, ranks, "models", *names, timeout=400)
+    refused = outputs[0].splitlines()[-2].split()[1:]
+    # Of two layers, or of fewer places to cut than that.
+    assert set(refused) - {"openelm", "hunyuan"} == set(NO_STAGES), refused
+    assert ranks > 2 or set(refused) == set(NO_STAGES)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)])
+def test_uneven_and_virtual_stages(run_ranks, ranks):
+    equal(run_ranks, ranks, "cuts", "qwen3")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=LONG) for name in ("gpt_oss", "qwen3_next"))])
+def test_generators_of_mlx_lm(run_ranks, name, ranks):
+    equal(run_ranks, ranks, "generation", name)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])
+def test_stages_without_communication(run_ranks, ranks):
+    equal(run_ranks, ranks, "stages", "qwen3")
+
+
+@LONG
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_moe"])
+def test_with_tensor_parallel(run_ranks, name):
+    equal(run_ranks, 4, "with_tensor_parallel", name)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_bad_input(run_ranks, ranks):
+    equal(run_ranks, ranks, "bad_input")
+
+
+def test_activations_of_another_dtype(run_ranks):
+    equal(run_ranks, 2, "other_dtype")
+
+
+@LONG
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stage_that_is_killed(run_ranks, ranks):
+    outputs = run_ranks("pipeline.py", ranks, "killed", status=None)
+    assert all("equal" in output for output in outputs[:-1]), outputs
+
+
+def equal(run_ranks, ranks, *arguments, **options):
+    outputs = run_ranks("pipeline.py", ranks, *arguments, **options)
+    assert all(output.endswith("equal\n") for output in outputs), outputs
+    return outputs

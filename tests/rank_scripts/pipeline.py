@@ -1,0 +1,200 @@
+"""One rank of test_pipeline.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
+
+Every rank has the model of one process, too. The operations are the same, so the values are bitwise the same.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlxdist
+from mlxdist.nn import pipeline_parallel, plan_shards, plan_stages, shard_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import tiny_models
+
+group = mlxdist.init()
+rank, size = group.rank(), group.size()
+PROMPT = [list(range(1, 12)), [7, 8, 9], [3], [5]]  # in parts, the last as in decoding
+
+
+def logits(model, parts, batch=1):
+    """Of each part in turn, with the cache of those before; the states of the cache are evaluated alone at first, as
+    mlx-lm does while it reads a prompt."""
+    cache, found = make_prompt_cache(model), []
+    for part in parts:
+        result = model(mx.array([part] * batch), cache=cache)
+        if not found:
+            mx.eval([layer.state for layer in cache])
+        mx.eval(result, [layer.state for layer in cache])
+        found.append(result)
+    return found, cache
+
+
+def same(name, got, expected):
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype, f"{name}, part {number}: {a.shape} {a.dtype}"
+        assert mx.array_equal(a, b, equal_nan=True), f"{name}, part {number}: off by {mx.abs(a - b).max().item()}"
+
+
+def models(*names):
+    """Every layer is on one rank, which holds no other; the logits are those of the full model on all ranks."""
+    refused = []
+    for name in names:
+        full, model = tiny_models.build(name), tiny_models.build(name)
+        try:
+            pipeline_parallel(model, group)
+        except mlxdist.InvalidArgument as error:
+            refused.append(name)
+            assert "layer" in str(error), error
+            continue
+        got, cache = logits(model, PROMPT)
+        expected, full_cache = logits(full, PROMPT)
+        same(name, got, expected)
+        held = [path for path, _ in tree_flatten(model.parameters())]
+        everyones = mlxdist.all_sum(np.array([sum(x.nbytes for _, x in tree_flatten(model.parameters()))]))
+        plan = model.stage.plan
+        assert everyones[0] == sum(map(plan.bytes, range(size))), name
+        assert len(held) == len(set(held))
+        # Caches of other stages' layers hold nothing, and are as long.
+        for layer, whole in zip(cache, full_cache, strict=True):
+            assert getattr(layer, "offset", 0) == getattr(whole, "offset", 0), name
+        total = mlxdist.all_sum(np.array([sum(layer.nbytes for layer in cache)]))
+        assert total[0] == sum(layer.nbytes for layer in full_cache), name
+    print("refused:", *refused)
+
+
+def cuts(name):
+    """Uneven stages, and virtual ones, each of which the logits pass in turn."""
+    full = tiny_models.build(name, num_hidden_layers=9)
+    expected, _ = logits(full, PROMPT, 2)
+    for options in ({"weights": range(1, size + 1)}, {"virtual": 2}, {"virtual": 3 if size < 4 else 2}):
+        model = tiny_models.build(name, num_hidden_layers=9)
+        plan = plan_stages(model, size, **options)
+        pipeline_parallel(model, group, plan)
+        assert [list(chunk) for chunk in model.stage.chunks] == [list(range(*pair)) for pair in plan.ranges[rank::size]]
+        same(str(options), logits(model, PROMPT, 2)[0], expected)
+
+
+def generation(name):
+    """mlx-lm's generators: a cache that is quantized on the way, and one that rotates; several prompts at a time."""
+    full, model = tiny_models.build(name, head_dim=32), tiny_models.build(name, head_dim=32)
+    pipeline_parallel(model, group)
+    for options in ({}, {"max_kv_size": 8}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}):
+        if options and hasattr(model, "make_cache"):
+            continue  # it has kinds of its own
+        rows = [
+            [
+                token
+                for token, _ in generate_step(mx.array(PROMPT[0]), one, max_tokens=12, prefill_step_size=4, **options)
+            ]
+            for one in (full, model)
+        ]
+        assert rows[0] == rows[1], (options, rows)
+    same_batches(full, model)
+
+
+def same_batches(full, model):
+    """Prompts of several lengths, of which some end early and others come later."""
+    found, sizes = [], {"completion_batch_size": 3, "prefill_batch_size": 2, "prefill_step_size": 4}
+    for one in (full, model):
+        generator = BatchGenerator(
+            one, max_tokens=9, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=4
+        )
+        order = generator.insert([PROMPT[0], PROMPT[1], PROMPT[0][:7], PROMPT[2]], max_tokens=[9, 3, 6, 5])
+        tokens = {uid: [] for uid in order}
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens[response.uid].append(response.token)
+        found.append([tokens[uid] for uid in order])
+        generator.close()
+    assert found[0] == found[1], found
+
+
+def stages(name):
+    """Stages called without communication: what each returns is sent by hand, with several batches on their way."""
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    pipeline_parallel(model, group)
+    stage = model.stage
+    batches = [mx.array([row[:7]] * (1 + number)) for number, row in enumerate(PROMPT[:1] * 3)]
+    results = []
+    for batch in batches:
+        hidden = None
+        if not stage.is_first:
+            hidden = stage.transfer.recv(stage.taken(stage.chunks[0].start), *batch.shape, rank - 1)
+        result = stage(batch, hidden)
+        if not stage.is_last:
+            result = stage.transfer.send(result, rank + 1, stage.taken(stage.chunks[0].stop))
+        mx.async_eval(result)  # one after the other, on all ranks
+        results.append(result)
+    if stage.is_last:
+        same(name, results, [full(batch) for batch in batches])
+    mx.eval(results)
+
+
+def with_tensor_parallel(name):
+    """Layers over two ranks, and stages over the others."""
+    mesh = mlxdist.mesh(pp=size // 2, tp=2)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    shard_model(model, plan_shards(model, tp=2), mesh["tp"])
+    pipeline_parallel(model, mesh["pp"])
+    for a, b in zip(logits(model, PROMPT)[0], logits(full, PROMPT)[0]):
+        assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
+
+
+def bad_input():
+    """The same error on all ranks, and the model is as it was."""
+
+    def refused(words, model, plan=None):
+        before = model(mx.array([PROMPT[0]]))
+        with pytest.raises(mlxdist.InvalidArgument, match=words):
+            pipeline_parallel(model, group, plan)
+        assert mx.array_equal(model(mx.array([PROMPT[0]])), before)
+
+    llama = tiny_models.build("llama")
+    refused("which is not what a layer has returned", tiny_models.build("gemma4_text"))
+    refused("does not call each layer once", tiny_models.build("iquestloopcoder"))
+    refused("another model", llama, plan_stages(tiny_models.build("llama", hidden_size=32), size))
+    refused(f"has 1 stages, and the group {size} ranks", llama, plan_stages(llama, 1))
+    own = plan_stages(llama, size, weights=[4 if stage == rank else 1 for stage in range(size)])
+    refused("the ranks disagree", llama, own)
+    refused("the ranks disagree", tiny_models.build("llama", num_hidden_layers=8 + rank))
+    stage = pipeline_parallel(llama, group).stage
+    refused("a stage already", llama)
+    with pytest.raises(mlxdist.InvalidArgument, match="what the stage before has returned"):
+        stage(mx.array([PROMPT[0]]), [mx.zeros(1)] if stage.is_first else None)
+
+
+def other_dtype():
+    """What a stage sends is not what was agreed: an error that names both."""
+    model = pipeline_parallel(tiny_models.build("llama"), group)
+    model.set_dtype(mx.float16)
+    words = r"a stage sends float16 of shape \(1, 11, 64\), but float32 of shape \(batch, length, 64\) was agreed"
+    if not model.stage.is_last:
+        with pytest.raises(mlxdist.InvalidArgument, match=words):
+            model(mx.array([PROMPT[0]]))
+
+
+def killed():
+    """The last stage ends while the others wait for it."""
+    model = pipeline_parallel(tiny_models.build("llama"), group)
+    mx.eval(model(mx.array([PROMPT[0]])))
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(mlxdist.PeerLost, match=f"rank {size - 1}"):
+        mx.eval(model(mx.array([PROMPT[0]])))
+    print("equal", flush=True)
+
+
+if __name__ == "__main__":
+    scenario, *arguments = sys.argv[1:]
+    globals()[scenario](*arguments)
+    print("equal")
