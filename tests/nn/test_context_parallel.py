@@ -12,9 +12,13 @@ MODELS = ["qwen3", "llama", "qwen3_moe", "gpt_oss", "gemma3_text"]  # plain, a t
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=LONG), 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)]
+    ("model", "ranks"),
+    [
+        (MODELS[0], 2),
+        *(pytest.param(MODELS[0], ranks, marks=LONG) for ranks in (1, 3, 4)),
+        *(pytest.param(model, 3, marks=LONG) for model in MODELS[1:]),
+    ],
 )
-@pytest.mark.parametrize("model", MODELS[:1] + [pytest.param(name, marks=LONG) for name in MODELS[1:]])
 @pytest.mark.parametrize("scenario", ["training", "prefilling"])
 def test_ring(run_ranks, scenario, model, ranks):
     equal(run_ranks, ranks, scenario, model, "ring")

@@ -15,7 +15,7 @@ def test_operations_are_differentiated_as_in_one_process(run_ranks, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_vmap_and_compile(run_ranks, ranks):
     """Every axis, scalars, and gradients below and above vmap."""
     assert all("close" in output for output in run_ranks("gradients.py", ranks, "transformations"))

@@ -104,7 +104,7 @@ def generation(name):
 
 def same_batches(full, model):
     """Prompts of several lengths, of which some end early and others come later."""
-    found, sizes = [], {"completion_batch_size": 3, "prefill_batch_size": 2, "prefill_step_size": 4}
+    found = []
     for one in (full, model):
         generator = BatchGenerator(
             one, max_tokens=9, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=4

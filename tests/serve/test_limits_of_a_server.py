@@ -126,7 +126,7 @@ def test_signals_end_a_server(model, ranks, number, status, busy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_what_keeps_a_server_from_starting(model, tmp_path, ranks):
     def error(*arguments):
         command = [sys.executable, "-m", "mlxdist", "serve", *map(str, arguments), "-n", str(ranks)]
