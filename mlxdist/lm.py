@@ -44,13 +44,13 @@ def sharded_load(
 ) -> tuple[Any, ...]:
     """A model, this rank's shard, and its tokenizer; with ``return_config`` also its config, a dict.
 
-    Every rank calls it. In place of mlx-lm's function of this name, with its arguments. mlx-lm's own serves pipelines,
-    and models that bring code of their own (``model_file`` in config.json).
+    Every rank calls it. In place of mlx-lm's function of this name, with its arguments. mlx-lm's own serves models that
+    bring code of their own (``model_file`` in config.json).
 
     Args:
         repo: a directory, or the name of a model that `hf download` has fetched.
-        pipeline_group: split the layers over this group.
-        tensor_group: split each layer over this group, which must have all ranks; ``None`` is that.
+        pipeline_group: the stages that the layers are spread over (:func:`mlxdist.nn.pipeline_parallel`).
+        tensor_group: split each layer over this group; ``None``: all ranks that the stages leave.
         return_config, tokenizer_config, trust_remote_code: as of mlx-lm's function.
         adapter_path: a directory of mlx-lm's lora training, whose adapters are sharded with the model.
 
@@ -60,19 +60,20 @@ def sharded_load(
     """
     group = init()
     with agreed("sharded_load", group):
-        if tensor_group is not None and tensor_group.size() != group.size():
+        pp = 1 if pipeline_group is None else pipeline_group.size()
+        tp = group.size() // pp if tensor_group is None else tensor_group.size()
+        if pp * tp != group.size():
             raise InvalidArgument(
-                f"sharded_load: the group has {tensor_group.size()} ranks, and mlxdist {group.size()}; start the "
+                f"sharded_load: the groups are for {pp * tp} ranks, and mlxdist has {group.size()}; start the "
                 "command with `mlxdist launch`"
             )
         directory = model_directory(repo)
         config = utils.load_config(directory)
-        left_to_mlx_lm = pipeline_group is not None or "model_file" in config
+        left_to_mlx_lm = "model_file" in config
         if left_to_mlx_lm and adapter_path is not None:
-            raise InvalidArgument("sharded_load: no adapter_path with a pipeline or a model_file in config.json")
+            raise InvalidArgument("sharded_load: no adapter_path with a model_file in config.json")
     # Each way has other collectives.
-    ways = {"pipeline": pipeline_group is not None, "model_file in config.json": config.get("model_file")}
-    agree("sharded_load", group, None, ways)
+    agree("sharded_load", group, None, {"stages": pp, "model_file in config.json": config.get("model_file")})
     tokenizer_config = tokenizer_config or {"trust_remote_code": True}
     if left_to_mlx_lm:
         groups = pipeline_group, tensor_group
@@ -83,7 +84,7 @@ def sharded_load(
             tokenizer_config=dict(tokenizer_config),
             trust_remote_code=trust_remote_code,
         )
-    loaded = load_sharded(directory, group, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
+    loaded = load_sharded(directory, group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
     return (*loaded, config) if return_config else loaded
 
 

@@ -49,6 +49,11 @@ def test_with_tensor_parallel(run_ranks, name):
     equal(run_ranks, 4, "with_tensor_parallel", name)
 
 
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), *(pytest.param(*case, marks=LONG) for case in [(3, 1), (4, 2)])])
+def test_loading(run_ranks, tmp_path, ranks, tp):
+    equal(run_ranks, ranks, "loading", tmp_path, tp)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
 def test_bad_input(run_ranks, ranks):
     equal(run_ranks, ranks, "bad_input")

@@ -14,9 +14,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import save_config, save_model
 
 import mlxdist
-from mlxdist.nn import pipeline_parallel, plan_shards, plan_stages, shard_model
+from mlxdist.nn import load_sharded, pipeline_parallel, plan_shards, plan_stages, shard_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -150,6 +151,34 @@ def with_tensor_parallel(name):
         assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
 
 
+def loading(directory, tp):
+    """Each rank reads its own layers and slices alone; streamed, it gets these from rank 0, which alone has files."""
+    tp, stages = int(tp), size // int(tp)
+    for name in ("qwen3", "gemma"):  # gemma's embedding is its head, too
+        folder = Path(directory) / f"{name}-{tp}"
+        full = tiny_models.build(name)
+        if rank == 0:
+            folder.mkdir()
+            save_model(folder, full)
+            save_config(tiny_models.config_of(name), folder / "config.json")
+        group.meet()
+        expected, _ = logits(full, PROMPT)
+        for options in ({}, {"stream": True}, {"stage_plan": plan_stages(full, stages, weights=range(1, stages + 1))}):
+            reports = []
+            streamed = "stream" in options
+            path = folder if rank == 0 or not streamed else None
+            model, _ = load_sharded(path, group, tp=tp, pp=stages, verify=True, on_report=reports.append, **options)
+            for a, b in zip(logits(model, PROMPT)[0], expected):
+                assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
+            (report,) = reports
+            assert report.bytes_held < report.bytes_total and (streamed or report.bytes_read == report.bytes_held)
+            assert [model.stage.index, model.stage.stages] == [rank // tp, stages]
+    with pytest.raises(mlxdist.InvalidArgument, match=f"the {size} ranks of the group are no pp=5 equal stages"):
+        load_sharded(folder, group, pp=5)
+    with pytest.raises(mlxdist.InvalidArgument, match="adapters cannot be loaded with stages"):
+        load_sharded(folder, group, tp=tp, pp=stages, adapter_path=folder)
+
+
 def bad_input():
     """The same error on all ranks, and the model is as it was."""
 
@@ -162,7 +191,7 @@ def bad_input():
     llama = tiny_models.build("llama")
     refused("which is not what a layer has returned", tiny_models.build("gemma4_text"))
     refused("does not call each layer once", tiny_models.build("iquestloopcoder"))
-    refused("another model", llama, plan_stages(tiny_models.build("llama", hidden_size=32), size))
+    refused("another model", llama, plan_stages(tiny_models.build("llama", num_hidden_layers=5), size))
     refused(f"has 1 stages, and the group {size} ranks", llama, plan_stages(llama, 1))
     own = plan_stages(llama, size, weights=[4 if stage == rank else 1 for stage in range(size)])
     refused("the ranks disagree", llama, own)

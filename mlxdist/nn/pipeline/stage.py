@@ -163,6 +163,16 @@ class Stage:
             advance(at(arguments, path), batch, length, run.messages[-1] if run.messages else None)
         return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
 
+    def holders(self, path: str) -> list[int]:
+        """Which stages hold the parameter at that path of the full model."""
+        for number, layer in enumerate(self._layers.paths):
+            if path.startswith(f"{layer}."):
+                return [stage for stage in range(self.stages) if number in self.plan.layers(stage)]
+        for module, when in self._layers.outside.items():
+            if path.startswith(f"{module}."):
+                return stages_of(when, self.stages)
+        return list(range(self.stages))
+
     def taken(self, number: int) -> Boundary:
         """What layer ``number`` takes."""
         return self._layers.taken[number]

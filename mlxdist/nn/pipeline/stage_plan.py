@@ -103,12 +103,12 @@ class StagePlan:
         return " and ".join(names + (["head"] if stage == self.stages - 1 else []))
 
     def check(self, model: nn.Module, layers: Layers) -> None:
-        """Raises InvalidArgument if ``model`` is not the model of this plan."""
-        found = _bytes_of(model, layers)
-        if found != (self.layer_bytes, dict(self.outside_bytes)):
+        """Raises InvalidArgument if ``model`` is not the model of this plan; its layers may be sharded by now."""
+        name, number = _name_of(model), len(layers.paths)
+        if (name, number) != (self.model_type, len(self.layer_bytes)):
             raise InvalidArgument(
-                f"the plan of stages is for another model: {self.model_type} with {len(self.layer_bytes)} layers "
-                f"and {sum(self.layer_bytes)} bytes in them; this one has {len(found[0])} with {sum(found[0])} bytes"
+                f"the plan of stages is for another model: {self.model_type} with {len(self.layer_bytes)} layers; this "
+                f"is {name} with {number}"
             )
         for start, _ in self.ranges[1:]:
             if reason := layers.refused[start]:
@@ -172,7 +172,7 @@ def plan_stages(
     taken = [sum(passed.bytes for passed in boundary) for boundary in layers.taken]
     messages = [0, *(None if why else size for size, why in zip(taken[1:], layers.refused[1:]))]
     problem = _Problem(stages, virtual, weights or (1.0,) * stages, link, layer_bytes, outside, messages)
-    name = str(getattr(model, "model_type", type(model).__name__))
+    name = _name_of(model)
     ranges = problem.best(limits)
     if ranges is None and problem.best(None) is None:
         why = next((f" ({why})" for why in layers.refused if why), "")
@@ -288,6 +288,10 @@ def _bytes_of(model: nn.Module, layers: Layers) -> tuple[tuple[int, ...], dict[s
         outside[name] += _bytes(modules[path])
     outside["all"] += _bytes(model) - sum(each) - sum(outside.values())
     return each, outside
+
+
+def _name_of(model: nn.Module) -> str:
+    return str(getattr(model, "model_type", type(model).__name__))
 
 
 def _bytes(module: nn.Module) -> int:

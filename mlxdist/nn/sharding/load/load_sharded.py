@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,13 +18,14 @@ from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import Checkpoint
+from mlxdist.nn.pipeline import Stage, StagePlan, pipeline_parallel, plan_stages
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..measured_shares import RankShares
-from ..plan import Plan, plan_shards
+from ..plan import Plan, Shard, plan_shards
 from ..plan.parameters import parameters
 from ..verify import require_agreement
 from .adapters import full_model, put_adapters, read_adapters, require_adapters_of
@@ -53,6 +55,8 @@ def load_sharded(
     *,
     tp: int | None = None,
     ep: int = 1,
+    pp: int = 1,
+    stage_plan: StagePlan | None = None,
     rank_shares: RankShares | None = None,
     adapter_path: str | Path | None = None,
     stream: bool = False,
@@ -72,7 +76,10 @@ def load_sharded(
             fetched. It may be another one on every host.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
-        tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
+        tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` and ``pp`` leave.
+        pp: how many stages the layers are spread over: rank = stage * tp * ep + rank in the stage. The model is then
+            what :func:`pipeline_parallel` returns.
+        stage_plan: of :func:`plan_stages` for this model; ``None`` makes one with stages of equal parameters.
         rank_shares: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
         adapter_path: a directory of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
             sharded with the layers they are on. It may be another one on every host.
@@ -86,17 +93,23 @@ def load_sharded(
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
             adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
-            Compared are config.json, headers and sizes of files, all bytes of adapters and of parameters that every
-            rank holds whole, and 512 bytes of each that is sharded.
+            Compared are config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
+            parameters that every rank holds whole, and 512 bytes of each that is sharded. ``adapter_path`` with stages.
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
     start = time.perf_counter()
     group = group_of(group)
-    with agreed("load_sharded", group, tp, ep, rank_shares, stream, verify, plan and plan.to_json()):
+    stages = stage_plan and stage_plan.to_json()
+    with agreed("load_sharded", group, tp, ep, pp, stages, rank_shares, stream, verify, plan and plan.to_json()):
         if plan is not None and rank_shares is not None:
             raise InvalidArgument("load_sharded: the plan has its rank_shares; leave out rank_shares")
-        tp = _checked_grid(group, plan, tp, ep)
+        if stage_plan is not None and pp not in (1, stage_plan.stages):
+            raise InvalidArgument(f"load_sharded: the plan has {stage_plan.stages} stages; leave out pp")
+        pp = pp if stage_plan is None else stage_plan.stages
+        tp = _checked_grid(group, plan, tp, ep, pp)
+        if pp > 1 and adapter_path is not None:
+            raise InvalidArgument("load_sharded: adapters cannot be loaded with stages; fuse them with mlx_lm.fuse")
         directory = model_directory(path) if group.rank() == 0 or not stream else Path()
     given = adapter_path is not None
     adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
@@ -106,14 +119,24 @@ def load_sharded(
             model, sources, config = open_model(checkpoint)
             plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
             plan.check(model)
+            stage_plan = stage_plan or (plan_stages(model, pp) if pp > 1 else None)
             if adapters is not None:
                 require_adapters_of(model, plan, *adapters)
-        model = shard_model(model, plan, group)
+        row = group  # the ranks of this stage
+        if stage_plan is not None:
+            row = group_of(group.split(group.rank() // plan.ranks))
+        model = shard_model(model, plan, row)
+        if stage_plan is not None:
+            pipeline_parallel(model, group_of(group.split(group.rank() % plan.ranks)), stage_plan)
         with agreed("load_sharded", group, plan.to_json()):
-            _require_planned(model, plan, group.rank())
+            _require_planned(model, plan, row.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
-        _load_shards(model, plan, sources, group, stream)
+        if stream:
+            _stream_shards(model, plan, sources, group)
+        else:
+            with agreed("load_sharded", group):  # what one stage cannot read no other reads
+                _load_shards(model, plan, sources, row)
         if adapters is not None:
             put_adapters(model, plan, *adapters, group)
             adapters = None  # their memory
@@ -131,19 +154,24 @@ def load_sharded(
     return model, tokenizer
 
 
-def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int) -> int:
+def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int, pp: int) -> int:
     """The number of tensor-parallel ranks."""
+    if type(pp) is not int or pp < 1 or group.size() % pp:
+        raise InvalidArgument(f"load_sharded: the {group.size()} ranks of the group are no pp={pp!r} equal stages")
+    size = group.size() // pp
     if plan is not None:
         if (tp is not None and tp != plan.tp) or ep not in (1, plan.ep):
             raise InvalidArgument(f"load_sharded: the plan has tp={plan.tp} and ep={plan.ep}; leave out tp and ep")
-        if plan.ranks != group.size():
-            raise InvalidArgument(f"load_sharded: the plan is for {plan.ranks} ranks, and the group has {group.size()}")
+        if plan.ranks != size:
+            stage = "the group" if pp == 1 else "a stage"
+            raise InvalidArgument(f"load_sharded: the plan is for {plan.ranks} ranks, and {stage} has {size}")
         return plan.tp
     if type(ep) is not int or ep < 1 or (tp is not None and (type(tp) is not int or tp < 1)):
         raise InvalidArgument(f"load_sharded: tp and ep must be positive numbers of ranks, not {tp!r} and {ep!r}")
-    tp = max(group.size() // ep, 1) if tp is None else tp
-    if tp * ep != group.size():
-        raise InvalidArgument(f"load_sharded: tp={tp} times ep={ep} is not the {group.size()} ranks of the group")
+    tp = max(size // ep, 1) if tp is None else tp
+    if tp * ep != size:
+        stage = "group" if pp == 1 else "stage"
+        raise InvalidArgument(f"load_sharded: tp={tp} times ep={ep} is not the {size} ranks of the {stage}")
     return tp
 
 
@@ -159,7 +187,7 @@ def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
     """Raises InvalidArgument if the model that is sharded does not have the parameters of the plan."""
     found = {name: array.shape for name, array in parameters(model).items()}
     planned = {name: tuple(shard.shape_on(rank)) for name, shard in plan.shards.items()}
-    for name in [*planned, *found]:
+    for name in found if hasattr(model, "stage") else [*planned, *found]:
         if found.get(name) != planned.get(name):
             raise InvalidArgument(
                 f"load_sharded: {name} has shape {found.get(name)} in the model that is sharded, and "
@@ -178,31 +206,53 @@ def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group:
         )
 
 
-def _load_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group, stream: bool) -> None:
-    """Puts this rank's shards into the model, one parameter after the other: from its files, which are compared with
-    those of the other ranks, or with ``stream`` from rank 0."""
-    checksums, rank = {}, group.rank()
-    what, total = ("streaming", sum(map(plan.bytes, range(plan.ranks)))) if stream else ("loading", plan.bytes(rank))
-    with _progress(what, total, rank) as advance:
+def _load_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """Puts this rank's shards into the model, one parameter after the other, from its files; they are compared with
+    those of the other ranks of ``group``, which hold the same layers."""
+    checksums, rank, held = {}, group.rank(), parameters(model).keys()
+    with _progress("loading", sum(plan.shards[name].bytes(rank) for name in held), rank) as advance:
         for name, shard in plan.shards.items():
-            source, dtype = sources[name], getattr(mx, shard.dtype)
-            # By the CPU, which will write to it.
-            array = mx.zeros(shard.shape_on(rank), UNSIGNED[dtype.size], stream=mx.cpu)
-            memory = bytes_of(array)
-            if stream:
-                stream_shard(source, shard, memory, group, advance)
-            else:
-                # One after the other, so that all stop at the first that a rank cannot read.
-                with agreed("load_sharded", group):
-                    source.read(shard.axis, shard.slices(rank), 0, memory.data)
-                    if group.size() > 1:
-                        checksums[name] = checksum(source, None if shard.ranges else memory.data)
-                advance(len(memory))
-            array = array.view(dtype, stream=mx.cpu)
-            mx.eval(array)
-            model.update(tree_unflatten([(name, array)]))
-            source.release()
+            if name not in held:
+                continue
+            array, memory = _room_for(shard, rank)
+            # One after the other, so that all stop at the first that a rank cannot read.
+            with agreed("load_sharded", group):
+                sources[name].read(shard.axis, shard.slices(rank), 0, memory.data)
+                if group.size() > 1:
+                    checksums[name] = checksum(sources[name], None if shard.ranges else memory.data)
+            advance(len(memory))
+            _put(model, shard, array)
+            sources[name].release()
     require_same_tensors(checksums, sources, group)
+
+
+def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """Puts this rank's shards into the model, one parameter after the other, from rank 0."""
+    stage: Stage | None = getattr(model, "stage", None)
+    rank = group.rank() % plan.ranks
+    rows = {name: stage.holders(name) if stage else [0] for name in plan.shards}
+    of_a_row = {name: sum(map(shard.bytes, range(plan.ranks))) for name, shard in plan.shards.items()}
+    total = sum(len(rows[name]) * count for name, count in of_a_row.items())
+    with _progress("streaming", total, group.rank()) as advance:
+        for name, shard in plan.shards.items():
+            holding = [row * plan.ranks + column for row in rows[name] for column in range(plan.ranks)]
+            array, memory = _room_for(shard, rank) if group.rank() in holding else (None, None)
+            stream_shard(sources[name], shard, memory, group, holding, advance)
+            if array is not None:
+                _put(model, shard, array)
+            sources[name].release()
+
+
+def _room_for(shard: Shard, rank: int) -> tuple[mx.array, np.ndarray]:
+    """An array for a rank's shard, as unsigned integers, and its memory. By the CPU, which will write to it."""
+    array = mx.zeros(shard.shape_on(rank), UNSIGNED[getattr(mx, shard.dtype).size], stream=mx.cpu)
+    return array, bytes_of(array)
+
+
+def _put(model: nn.Module, shard: Shard, array: mx.array) -> None:
+    array = array.view(getattr(mx, shard.dtype), stream=mx.cpu)
+    mx.eval(array)
+    model.update(tree_unflatten([(shard.path, array)]))
 
 
 @contextmanager

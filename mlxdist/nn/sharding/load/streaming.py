@@ -63,9 +63,15 @@ def checkpoint_of_rank_0(directory: Path, group: Group) -> Iterator[Checkpoint]:
 
 
 def stream_shard(
-    source: Source, shard: Shard, memory: np.ndarray, group: Group, advance: Callable[[int], Any] = lambda count: None
+    source: Source,
+    shard: Shard,
+    memory: np.ndarray | None,
+    group: Group,
+    holders: Sequence[int],
+    advance: Callable[[int], Any] = lambda count: None,
 ) -> None:
-    """Fills ``memory``, bytes, with this rank's shard of a parameter. Every rank calls it, with the same parameter.
+    """Fills ``memory``, bytes, with this rank's shard of a parameter. Every rank calls it, with the same parameter;
+    on the ranks that are no ``holders`` of it ``memory`` is None. Rows of ranks hold the same shards.
 
     Raises:
         InvalidArgument: on every rank, where rank 0 cannot read it.
@@ -73,12 +79,12 @@ def stream_shard(
     """
     failures: list[InvalidArgument] = []
     checksums = np.zeros(group.size() + 1, np.uint32)  # rank 0: of every rank; else: of what came
-    for slices, ranks in _shards(shard, group.size()):
+    for slices, ranks in _shards(shard, holders):
         if group.rank() == 0:
             length = math.prod(local_shape(shard.shape, shard.axis, slices)) * source.itemsize
             read = partial(_read, failures, source, shard.axis, slices)
             checksums[ranks] = _send(read, memory if 0 in ranks else None, length, ranks, group, advance)
-        elif group.rank() in ranks:
+        elif group.rank() in ranks and memory is not None:
             checksums[0] = _receive(memory, len(ranks) == group.size(), group)
     checksums[-1] = len(failures)
     everyones = all_gather(checksums, group=group).reshape(group.size(), -1)
@@ -146,11 +152,11 @@ def _receive(memory: np.ndarray, from_broadcast: bool, group: Group) -> int:
     return checksum
 
 
-def _shards(shard: Shard, size: int) -> list[tuple[list[slice], list[int]]]:
+def _shards(shard: Shard, holders: Sequence[int]) -> list[tuple[list[slice], list[int]]]:
     """The different shards of a parameter, and which ranks hold each."""
     ranks_of: dict[tuple, list[int]] = {}
-    for rank in range(size):
-        ranks_of.setdefault(shard.ranges[rank] if shard.ranges else (), []).append(rank)
+    for rank in holders:
+        ranks_of.setdefault(shard.ranges[rank % len(shard.ranges)] if shard.ranges else (), []).append(rank)
     return [([slice(*ends) for ends in ranges], ranks) for ranges, ranks in ranks_of.items()]
 
 
