@@ -125,10 +125,18 @@ def test_chat(model, parallel):
     "kind, ranks",
     [("gemma", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("qwen2", 2), ("mixtral", 3)])],
 )
-@pytest.mark.parametrize("parallel", [[], pytest.param(["--pipeline"], marks=pytest.mark.long)])
-def test_chat_of_mlxdist_lm(saved_model, kind, ranks, parallel):
-    """gemma and mixtral have no pipelines in mlx-lm."""
-    arguments = ["chat", "--model", saved_model(kind), "--max-tokens", 8, "--temp", 0]
+def test_chat_of_mlxdist_lm(saved_model, kind, ranks):
+    same_chat(saved_model(kind), ranks)
+
+
+@pytest.mark.long
+def test_pipeline_of_mlxdist_lm(saved_model):
+    """Of a model that has no pipeline in mlx-lm."""
+    same_chat(saved_model("gemma"), 2, "--pipeline")
+
+
+def same_chat(path, ranks, *parallel):
+    arguments = ["chat", "--model", path, "--max-tokens", 8, "--temp", 0]
     found = mlx_lm(*arguments, *parallel, ranks=ranks, typed="hello\nand you?\nq\n", module="mlxdist.lm")
     assert found.count(" tokens ·") == 2
     assert lines(found) == lines(mlx_lm(*arguments, typed="hello\nand you?\nq\n"))

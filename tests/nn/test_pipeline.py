@@ -1,5 +1,8 @@
 """`pipeline_parallel`: models of mlx-lm in stages compute, bitwise, what they compute in one process."""
 
+import re
+from pathlib import Path
+
 import pytest
 import tiny_models
 
@@ -68,6 +71,16 @@ def test_activations_of_another_dtype(run_ranks):
 def test_a_stage_that_is_killed(run_ranks, ranks):
     outputs = run_ranks("pipeline.py", ranks, "killed", status=None)
     assert all("equal" in output for output in outputs[:-1]), outputs
+
+
+@LONG
+def test_the_program_of_the_guide(run_ranks, tmp_path):
+    """It prints the same on one rank as on two."""
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    (alone,) = run_ranks(program, 1)
+    assert len(alone.split()) == 8 and run_ranks(program, 2) == [alone, ""]
 
 
 def equal(run_ranks, ranks, *arguments, **options):

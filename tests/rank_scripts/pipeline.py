@@ -171,7 +171,9 @@ def loading(directory, tp):
             for a, b in zip(logits(model, PROMPT)[0], expected):
                 assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
             (report,) = reports
-            assert report.bytes_held < report.bytes_total and (streamed or report.bytes_read == report.bytes_held)
+            assert report.bytes_held < report.bytes_total
+            # What is sharded in a stage is compared between its ranks, by some more bytes.
+            assert streamed or tp > 1 or report.bytes_read == report.bytes_held
             assert [model.stage.index, model.stage.stages] == [rank // tp, stages]
     with pytest.raises(mlxdist.InvalidArgument, match=f"the {size} ranks of the group are no pp=5 equal stages"):
         load_sharded(folder, group, pp=5)
