@@ -232,6 +232,7 @@ def symbols(layer: str) -> dict[str, tuple[set[str], set[str]]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nm of Linux")
+@pytest.mark.long
 def test_calls_go_down():
     """A layer calls itself and those below it; within a layer no files call each other in a cycle."""
     below: set[str] = set()

@@ -128,7 +128,7 @@ class Stage:
         logits = self._called(run, tokens, cache=cache)
         return logits if own.stop == len(self._layers.paths) else run.left
 
-    def connected(self, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+    def _connected(self, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
         """The logits of the full model, on all ranks, which call it with the same arguments: ``model(...)``."""
         if self.transfer is None:
             return self._model(tokens, *args, **keywords)
@@ -138,7 +138,7 @@ class Stage:
             (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
         return self.transfer.broadcast(logits, self.stages - 1)
 
-    def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+    def _call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
         """What a layer of the model does when the model calls it."""
         run = self._run
         arguments: list[Any] = [list(args), keywords]
@@ -231,10 +231,10 @@ def _routed(model: Any, stage: Stage, layers: Layers) -> None:
     """Every layer goes by way of the stage, and the model, too."""
 
     def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-        return stage.call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
+        return stage._call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
 
     def call_model(kind: Any, model: nn.Module, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
-        return stage.connected(tokens, *args, **keywords)
+        return stage._connected(tokens, *args, **keywords)
 
     numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     for layer in model.layers:
