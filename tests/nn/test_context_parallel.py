@@ -1,9 +1,9 @@
 """`context_parallel`: models of mlx-lm called with shards of sequences train and generate as in one process."""
 
-import re
 from pathlib import Path
 
 import pytest
+from guides import program_of
 
 pytest.importorskip("mlx_lm")
 
@@ -55,9 +55,7 @@ def test_bad_input(run_ranks, ranks):
 @LONG
 def test_the_program_of_the_guide(run_ranks, tmp_path):
     """It prints the same on one rank as on two."""
-    page = (Path(__file__).parents[2] / "docs" / "context-parallel.md").read_text()
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    program = program_of(Path(__file__).parents[2] / "docs" / "context-parallel.md", tmp_path)
     (alone,) = run_ranks(program, 1)
     assert len(alone.split()) == 4 and run_ranks(program, 2) == [alone] * 2
 

@@ -15,10 +15,9 @@ def test_operations_are_differentiated_as_in_one_process(run_ranks, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [3])
-def test_vmap_and_compile(run_ranks, ranks):
+def test_vmap_and_compile(run_ranks):
     """Every axis, scalars, and gradients below and above vmap."""
-    assert all("close" in output for output in run_ranks("gradients.py", ranks, "transformations"))
+    assert all("close" in output for output in run_ranks("gradients.py", 3, "transformations"))
 
 
 @RANKS

@@ -1,10 +1,10 @@
 """`pipeline_parallel`: models of mlx-lm in stages compute, bitwise, what they compute in one process."""
 
-import re
 from pathlib import Path
 
 import pytest
 import tiny_models
+from guides import program_of
 
 pytest.importorskip("mlx_lm")
 
@@ -76,9 +76,7 @@ def test_a_stage_that_is_killed(run_ranks, ranks):
 @LONG
 def test_the_program_of_the_guide(run_ranks, tmp_path):
     """It prints the same on one rank as on two."""
-    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    program = program_of(Path(__file__).parents[2] / "docs" / "pipeline.md", tmp_path)
     (alone,) = run_ranks(program, 1)
     assert len(alone.split()) == 8 and run_ranks(program, 2) == [alone, ""]
 

@@ -50,6 +50,5 @@ def test_quantized(run_ranks, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2])
-def test_16_bit(run_ranks, ranks):
-    assert all("close" in output for output in run_ranks("split_block.py", ranks, "dtypes", timeout=240))
+def test_16_bit(run_ranks):
+    assert all("close" in output for output in run_ranks("split_block.py", 2, "dtypes", timeout=240))

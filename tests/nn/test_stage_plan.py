@@ -61,6 +61,13 @@ def test_memory(stages, share):
     assert max(map(plan.bytes, range(stages))) <= limit
 
 
+def test_memory_of_all_ranges_of_a_stage():
+    """Each of two virtual stages would fit, but not both."""
+    full = plan_stages(MODELS[5], 2, virtual=2)
+    with pytest.raises(InvalidArgument, match="the memory is too small: stage"):
+        plan_stages(MODELS[5], 2, virtual=2, memory=max(map(full.bytes, range(2))) - 1)
+
+
 def test_memory_of_each_stage_moves_layers():
     full = plan_stages(MODELS[5], 2)
     layer = full.layer_bytes[0]

@@ -1,9 +1,9 @@
 """Column- and row-parallel layers against the layers they are made from: outputs, gradients, and the way back."""
 
-import re
 from pathlib import Path
 
 import pytest
+from guides import program_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -29,6 +29,5 @@ def test_every_form_also_compiled(run_ranks, ranks):
 
 def test_the_example_of_the_documentation(run_ranks, tmp_path):
     """It runs, and prints what is shown below it."""
-    page, program = PAGE.read_text(), tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    assert all(f"    {output}" in page for output in run_ranks(program, 2))
+    page = PAGE.read_text()
+    assert all(f"    {output}" in page for output in run_ranks(program_of(PAGE, tmp_path), 2))

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from fake_macs import Macs
+from guides import program_of
 
 from mlxdist.base.environment import ALGORITHMS, VARIABLES
 from mlxdist.cli import commands
@@ -22,11 +23,9 @@ PAGES += DOCS
 
 def test_the_program_of_the_readme(run_ranks, tmp_path):
     """Its code runs, and prints what is shown below it."""
-    readme = (ROOT / "README.md").read_text()
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
-    for rank, output in enumerate(run_ranks(program, 2)):
-        assert f"    [{rank}] {output}" in readme
+    readme = ROOT / "README.md"
+    for rank, output in enumerate(run_ranks(program_of(readme, tmp_path), 2)):
+        assert f"    [{rank}] {output}" in readme.read_text()
 
 
 def test_the_defaults_shown_are_those_of_the_engine():

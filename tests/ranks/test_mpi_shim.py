@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from guides import program_of
 from native_build import build_program
 
 from mlxdist.base.errors import ResourceError
@@ -105,11 +106,9 @@ def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
 
 
 def test_the_program_of_the_page(run_ranks, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "mpi-shim.md").read_text()
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    for rank, output in enumerate(run_ranks(program, 2)):
-        assert f"    [{rank}] {output}" in page
+    page = Path(__file__).parents[2] / "docs" / "mpi-shim.md"
+    for rank, output in enumerate(run_ranks(program_of(page, tmp_path), 2)):
+        assert f"    [{rank}] {output}" in page.read_text()
 
 
 def plain(code: str, **variables: str) -> subprocess.CompletedProcess:

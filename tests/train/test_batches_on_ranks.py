@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from guides import program_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-data.md"
 long = pytest.mark.long
@@ -45,9 +46,7 @@ def test_one_error_on_all_ranks(run_ranks, tmp_path, ranks):
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2])
 def test_the_program_of_the_page(run_ranks, tmp_path, ranks):
     """Its code runs: two epochs of 100 samples are 16 steps of 12 rows, and the loss falls."""
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
-    for output in run_ranks(program, ranks):
+    for output in run_ranks(program_of(PAGE, tmp_path), ranks):
         steps = re.findall(r"step (\d+): (\d+) rows, loss ([\d.]+)", output)
         assert [(int(step), int(rows)) for step, rows, _ in steps] == [(n, 12 // ranks) for n in range(1, 17)], output
         assert float(steps[-1][2]) < float(steps[0][2]) - 0.1

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from ..sharding.plan.block import children, own_arrays
 
-__all__ = ["advance", "drop_layer", "drop_parameters", "is_known"]
+__all__ = ["advance", "drop_layer", "drop_parameters", "holds_parameters_alone", "is_known"]
 
 
 class _Elsewhere(dict[str, Any]):
@@ -44,11 +44,16 @@ def drop_layer(layer: nn.Module) -> None:
     """Takes all parameters out of a layer. Its other attributes, which models look at, stay; what held the parameters
     is no linear layer any more, so nothing puts adapters on it."""
     for module in layer.modules():
-        if names := [name for name, _ in own_arrays(module)]:
-            for name in names:
-                del module[name]
-            if module is not layer and not any(True for _ in children(module)):
-                module.__class__ = nn.Module
+        is_leaf = module is not layer and holds_parameters_alone(module)
+        for name in [name for name, _ in own_arrays(module)]:
+            del module[name]
+        if is_leaf:
+            module.__class__ = nn.Module
+
+
+def holds_parameters_alone(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own, and no modules inside."""
+    return any(True for _ in own_arrays(module)) and not any(True for _ in children(module))
 
 
 def advance(cache: Any, batch: int, length: int, after: mx.array | None) -> None:

@@ -16,8 +16,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 
-from ..sharding.plan.block import children, own_arrays, source_of
-from .elsewhere import is_known
+from ..sharding.plan.block import source_of
+from ..sharding.plan.parameters import dtype_name
+from .elsewhere import holds_parameters_alone, is_known
 
 __all__ = ["Boundary", "Layers", "Like", "Passed", "at", "find_layers", "subclass", "with_value"]
 
@@ -61,9 +62,9 @@ class Passed:
         return math.prod(self.shape[1:]) * self.dtype.size
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("mlx.core.")
         names = {_BATCH: "batch", _LENGTH: "length"}
-        return f"{name} of shape ({', '.join(str(names.get(size, size)) for size in (_BATCH, *self.shape))})"
+        shape = ", ".join(str(names.get(size, size)) for size in (_BATCH, *self.shape))
+        return f"{dtype_name(self.dtype)} of shape ({shape})"
 
 
 Boundary = tuple[Passed, ...]  # all that a layer takes
@@ -113,7 +114,7 @@ def find_layers(model: nn.Module) -> Layers:
     if not layers or any(id(layer) not in paths for layer in layers):
         raise InvalidArgument(f"the model {name} has no list of its layers in model.layers")
     inside = {id(module) for layer in layers for module in layer.modules()}
-    outside = {path: module for path, module in modules if id(module) not in inside and _holds_parameters_alone(module)}
+    outside = {path: module for path, module in modules if id(module) not in inside and holds_parameters_alone(module)}
     ones, used = _recorded(model, layers, outside, _SHAPES[0])
     others, _ = _recorded(model, layers, outside, _SHAPES[1])
     if [call.layer for call in ones] != list(range(len(layers))):
@@ -154,10 +155,6 @@ def subclass(kind: type, **methods: Callable[..., Any]) -> type:
 
 def _with_first(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
     return lambda self, *args, **keywords: function(kind, self, *args, **keywords)
-
-
-def _holds_parameters_alone(module: nn.Module) -> bool:
-    return any(True for _ in own_arrays(module)) and not any(True for _ in children(module))
 
 
 def _recorded(

@@ -15,13 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.rank_checks import agreed
+from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from .elsewhere import advance, drop_layer, drop_parameters
 from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
-from .stage_plan import StagePlan, plan_stages, stages_of
+from .stage_plan import StagePlan, plan_of_layers, stages_of
 from .transfer import Transfer
 
 __all__ = ["Stage", "pipeline_parallel"]
@@ -56,15 +56,14 @@ def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | No
         if isinstance(getattr(model, "stage", None), Stage):
             raise InvalidArgument("pipeline_parallel: the model is a stage already")
         layers = find_layers(model)
-        plan = plan or plan_stages(model, group.size())
+        plan = plan or plan_of_layers(model, layers, group.size())
         plan.check(model, layers)
         if plan.stages != group.size():
             raise InvalidArgument(
                 f"pipeline_parallel: the plan has {plan.stages} stages, and the group {group.size()} ranks"
             )
     assert plan is not None
-    with agreed("pipeline_parallel", group, layers.taken):
-        pass
+    agree("pipeline_parallel", group, None, {"arrays between layers": layers.taken})
     stage = Stage(model, layers, plan, group)
     _routed(model, stage, layers)
     _drop_others(model, stage, layers)
@@ -79,7 +78,6 @@ class Stage:
         index, stages: this stage, and how many there are.
         plan: which layers each has.
         chunks: the layers of this rank, a range for each of its virtual stages.
-        tied: paths of parameters that both the first and the last stage hold. Their gradients are to be added up.
         transfer: the messages between stages.
     """
 
@@ -87,8 +85,7 @@ class Stage:
         self.group, self.plan, self._layers = group, plan, layers
         self.index, self.stages = group.rank(), group.size()
         self.chunks = [range(*pair) for pair in plan.ranges[self.index :: self.stages]]
-        self.tied = [path for path, when in layers.outside.items() if len(stages_of(when, self.stages)) == 2]
-        self.transfer = Transfer(group) if self.stages > 1 else None
+        self.transfer = Transfer.of(group) if self.stages > 1 else None
         self._model: Callable[..., Any] = partial(type(model).__call__, model)
         self._run: _Run | None = None
 

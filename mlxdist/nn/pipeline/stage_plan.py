@@ -21,7 +21,7 @@ from ..sharding.plan.parameters import parameters
 from ..sharding.plan.table import size, text
 from .layers import Layers, find_layers
 
-__all__ = ["StagePlan", "plan_stages", "stages_of"]
+__all__ = ["StagePlan", "plan_of_layers", "plan_stages", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,12 @@ class StagePlan:
 
     def bytes(self, stage: int) -> int:
         """How many bytes of parameters a stage holds."""
-        outside = self.outside_bytes
-        held = sum(self.layer_bytes[number] for number in self.layers(stage)) + outside["all"]
-        first, last = stage == 0, stage == self.stages - 1
-        return held + first * outside["before"] + last * outside["after"] + (first or last) * outside["both"]
+        held = sum(self.layer_bytes[number] for number in self.layers(stage))
+        return held + _held_outside(self.outside_bytes, stage == 0, stage == self.stages - 1)
 
     def work(self, stage: int) -> int:
         """How many bytes of parameters a stage reads for a token; of an embedding that is one row."""
-        outside = self.outside_bytes
-        head = outside["after"] + outside["both"] if stage == self.stages - 1 else 0
+        head = _head(self.outside_bytes) if stage == self.stages - 1 else 0
         return sum(self.layer_bytes[number] for number in self.layers(stage)) + head
 
     def __str__(self) -> str:
@@ -149,7 +146,8 @@ def plan_stages(
             training; of the ranks of a stage the slowest counts.
         link: how fast messages are, in the unit of ``weights``: bytes per second where these are; None: as if they
             took no time.
-        memory: the most bytes of parameters that a stage can hold; one number for all, or one for each.
+        memory: the most bytes of parameters that a stage can hold; one number for all, or one for each. With virtual
+            stages it is a check of the plan: each range is kept below it, and not yet their sum.
         virtual: with more than 1, each rank has that many stages, one after each pass through all ranks (Megatron-LM,
             Narayanan et al. 2021, section 2.2).
 
@@ -167,23 +165,37 @@ def plan_stages(
     if link is not None and not (isinstance(link, int | float) and link > 0):
         raise InvalidArgument(f"plan_stages: link must be a positive number, not {link!r}")
     limits = _limits(memory, stages)
-    layers = find_layers(model)
+    return plan_of_layers(model, find_layers(model), stages, weights=weights, link=link, limits=limits, virtual=virtual)
+
+
+def plan_of_layers(
+    model: nn.Module,
+    layers: Layers,
+    stages: int,
+    *,
+    weights: tuple[float, ...] | None = None,
+    link: float | None = None,
+    limits: Sequence[int] | None = None,
+    virtual: int = 1,
+) -> StagePlan:
+    """:func:`plan_stages`, for a model whose layers are found, and arguments that are checked."""
     layer_bytes, outside = _bytes_of(model, layers)
     taken = [sum(passed.bytes for passed in boundary) for boundary in layers.taken]
     messages = [0, *(None if why else size for size, why in zip(taken[1:], layers.refused[1:]))]
     problem = _Problem(stages, virtual, weights or (1.0,) * stages, link, layer_bytes, outside, messages)
     name = _name_of(model)
-    ranges = problem.best(limits)
-    if ranges is None and problem.best(None) is None:
+    ranges = problem.best(limits) or problem.smallest(limits)
+    if ranges is None:
         why = next((f" ({why})" for why in layers.refused if why), "")
         raise InvalidArgument(
             f"plan_stages: {name} can be cut in {len(messages) - messages.count(None)} stages at most{why}, and "
             f"{stages * virtual} were asked for"
         )
-    if ranges is None:
-        raise InvalidArgument(f"plan_stages: {problem.excess(limits or ())}")
     passed = tuple(messages[start] or 0 for start, _ in ranges)
-    return StagePlan(name, stages, ranges, weights, layer_bytes, outside, passed)
+    plan = StagePlan(name, stages, ranges, weights, layer_bytes, outside, passed)
+    if limits is not None:
+        _require_room(plan, limits)
+    return plan
 
 
 def stages_of(when: Collection[str], stages: int) -> list[int]:
@@ -214,19 +226,12 @@ class _Problem:
         """The ranges, or None where there are none."""
         return self._least(lambda chunk, start, stop: self._cost(chunk, start, stop, limits))
 
-    def excess(self, limits: Sequence[int]) -> str:
-        """By how much the memory is too small, in the plan that needs least."""
+    def smallest(self, limits: Sequence[int] | None) -> tuple[Range, ...] | None:
+        """The ranges that exceed the limits least; None: there are none without limits, either."""
+        if limits is None:
+            return None
         over = lambda chunk, start, stop: (max(0, self._held(chunk, start, stop) - limits[chunk % self.stages]), 0)
-        ranges = self._least(over)
-        assert ranges is not None  # there is a plan without limits
-        held = [0] * self.stages
-        for chunk, (start, stop) in enumerate(ranges):
-            held[chunk % self.stages] += self._held(chunk, start, stop)
-        stage = max(range(self.stages), key=lambda stage: held[stage] - limits[stage])
-        return (
-            f"the memory is too small: stage {stage} would hold {size(held[stage])} of parameters and has room for "
-            f"{size(limits[stage])}, {size(held[stage] - limits[stage])} less; more stages need less each"
-        )
+        return self._least(over)
 
     def _least(self, cost: Any) -> tuple[Range, ...] | None:
         """Where each chunk ends, by dynamic programming over chunks and layers: the least of the greatest cost."""
@@ -259,14 +264,34 @@ class _Problem:
         received = self.messages[start] or 0
         work = self.sums[stop] - self.sums[start]
         if chunk == self.chunks - 1:
-            work += self.outside["after"] + self.outside["both"]
+            work += _head(self.outside)
         return work / self.weights[chunk % self.stages] + (received / self.link if self.link else 0), received
 
     def _held(self, chunk: int, start: int, stop: int) -> int:
-        first, last = chunk == 0, chunk == self.chunks - 1
-        outside = self.outside
-        held = self.sums[stop] - self.sums[start] + outside["all"] + (first or last) * outside["both"]
-        return held + first * outside["before"] + last * outside["after"]
+        held = self.sums[stop] - self.sums[start]
+        return held + _held_outside(self.outside, chunk == 0, chunk == self.chunks - 1)
+
+
+def _held_outside(outside: Mapping[str, int], first: bool, last: bool) -> int:
+    """How many bytes a stage holds of what is in no layer."""
+    held = outside["all"] + first * outside["before"] + last * outside["after"]
+    return held + (first or last) * outside["both"]
+
+
+def _head(outside: Mapping[str, int]) -> int:
+    """How many bytes the last stage reads of what is in no layer."""
+    return outside["after"] + outside["both"]
+
+
+def _require_room(plan: StagePlan, limits: Sequence[int]) -> None:
+    """Raises InvalidArgument where a stage has too little memory. With virtual stages it holds all of its ranges."""
+    held = [plan.bytes(stage) for stage in range(plan.stages)]
+    stage = max(range(plan.stages), key=lambda stage: held[stage] - limits[stage])
+    if held[stage] > limits[stage]:
+        raise InvalidArgument(
+            f"plan_stages: the memory is too small: stage {stage} would hold {size(held[stage])} of parameters and has "
+            f"room for {size(limits[stage])}, {size(held[stage] - limits[stage])} less; more stages need less each"
+        )
 
 
 def _limits(memory: int | Sequence[int] | None, stages: int) -> Sequence[int] | None:

@@ -1,4 +1,4 @@
-"""Activations and their gradients between the stages of a pipeline."""
+"""Activations between the stages of a pipeline."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,83 +7,55 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.channel import Channel
-from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
 from mlxdist.runtime.point_to_point import recv, send
 
+from ..sharding.plan.parameters import dtype_name
 from .layers import Boundary
 
 __all__ = ["Transfer"]
 
 
-class _Activations(Channel):
-    """From each stage to the next."""
-
-
-class _Gradients(Channel):
-    """From each stage to the one before. Apart, since messages of one group wait for each other."""
-
-
-class Transfer:
-    """What passes between stages. Shapes and dtypes are agreed once, by :func:`pipeline_parallel`; a message has no
-    more than its elements.
+class Transfer(Channel):
+    """What passes from each stage to the next. :func:`pipeline_parallel` has agreed on shapes and dtypes, so a message
+    has no more than its elements.
 
     A receive is an operation of MLX: one that is started early (``mx.async_eval``) arrives while this rank computes,
     into memory of its own.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.activations, self.gradients = _Activations.of(group), _Gradients.of(group)
-
     def send(
-        self,
-        arrays: Sequence[mx.array],
-        to: int,
-        boundary: Boundary,
-        *,
-        back: bool = False,
-        after: Sequence[mx.array] = (),
+        self, arrays: Sequence[mx.array], to: int, boundary: Boundary, after: Sequence[mx.array] = ()
     ) -> list[mx.array]:
-        """Sends what passes a boundary; ``back``: its gradients. Evaluating what it returns sends it, and ``after``
-        before.
+        """Sends what passes a boundary. Evaluating what it returns sends it, and computes ``after`` before.
 
         Raises:
             InvalidArgument: an array has not the shape and dtype that were agreed.
         """
-        channel = self.gradients if back else self.activations
         for passed, x in zip(boundary, arrays, strict=True):
             if x.shape[2:] != passed.shape[1:] or x.dtype != passed.dtype:
-                name = str(x.dtype).removeprefix("mlx.core.")
                 raise InvalidArgument(
-                    f"a stage sends {name} of shape {x.shape}, but {passed} was agreed when the pipeline was made; "
-                    "change dtypes and shapes of the model before pipeline_parallel"
+                    f"a stage sends {dtype_name(x)} of shape {x.shape}, but {passed} was agreed when the pipeline was "
+                    "made; change dtypes and shapes of the model before pipeline_parallel"
                 )
         sent: list[mx.array] = list(after)
         for x in arrays:
             x = mx.depends([x], sent)[0] if sent else x
-            sent.append(send(x, to, group=channel.group, stream=channel.stream))
+            sent.append(send(x, to, group=self.group, stream=self.stream))
         return sent[len(after) :]
 
     def recv(
-        self,
-        boundary: Boundary,
-        batch: int,
-        length: int,
-        src: int,
-        *,
-        back: bool = False,
-        after: Sequence[mx.array] = (),
+        self, boundary: Boundary, batch: int, length: int, src: int, after: Sequence[mx.array] = ()
     ) -> list[mx.array]:
         """What :meth:`send` sends there, each of shape (batch, length, ...), once ``after`` is computed."""
-        channel = self.gradients if back else self.activations
         received: list[mx.array] = list(after)
         for passed in boundary:
             token = received[-1] if received else mx.zeros(())
             shape = (batch, length, *passed.shape[1:])
-            x: Any = recv(shape, passed.dtype, src, token=token, group=channel.group, stream=channel.stream)
+            x: Any = recv(shape, passed.dtype, src, token=token, group=self.group, stream=self.stream)
             received.append(x)
         return received[len(after) :]
 
     def broadcast(self, x: mx.array, root: int) -> mx.array:
         """``x`` of a stage on all stages."""
-        return broadcast(x, root, group=self.activations.group, stream=self.activations.stream)
+        return broadcast(x, root, group=self.group, stream=self.stream)

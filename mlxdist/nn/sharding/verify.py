@@ -16,6 +16,7 @@ from mlxdist.runtime.ops import all_gather, broadcast
 
 from ..rank_checks import agreed
 from .load.blobs import broadcast_blob
+from .plan.parameters import dtype_name
 
 __all__ = ["TOLERANCES", "Verification", "require_agreement", "verify"]
 
@@ -95,7 +96,7 @@ def verify(
             ids = _checked_tokens(tokens, full)
             logits = _logits(full, ids)
             expected = np.array(logits.astype(mx.float32))
-            about = {"tokens": ids, "dtype": str(logits.dtype).removeprefix("mlx.core."), "shape": logits.shape}
+            about = {"tokens": ids, "dtype": dtype_name(logits), "shape": logits.shape}
             if tolerance is None and about["dtype"] not in TOLERANCES:
                 raise InvalidArgument(f"verify: logits are {about['dtype']}; give a tolerance= for that")
             del full, logits  # before the sharded model runs

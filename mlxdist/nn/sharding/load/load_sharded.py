@@ -94,7 +94,8 @@ def load_sharded(
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
             adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
             Compared are config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
-            parameters that every rank holds whole, and 512 bytes of each that is sharded. ``adapter_path`` with stages.
+            parameters that every rank holds whole, and 512 bytes of each that is sharded. Or there are adapters and
+            several stages.
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
@@ -134,9 +135,11 @@ def load_sharded(
         _warn_of_computed(computed, sources, group)
         if stream:
             _stream_shards(model, plan, sources, group)
+        elif stage_plan is None:
+            _load_shards(model, plan, sources, group)
         else:
-            with agreed("load_sharded", group):  # what one stage cannot read no other reads
-                _load_shards(model, plan, sources, row)
+            with agreed("load_sharded", group):  # what a stage cannot read is an error of all
+                _load_shards(model, plan, sources, row, quiet=group.rank() > 0)
         if adapters is not None:
             put_adapters(model, plan, *adapters, group)
             adapters = None  # their memory
@@ -206,11 +209,13 @@ def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group:
         )
 
 
-def _load_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+def _load_shards(
+    model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group, quiet: bool = False
+) -> None:
     """Puts this rank's shards into the model, one parameter after the other, from its files; they are compared with
-    those of the other ranks of ``group``, which hold the same layers."""
+    those of the other ranks of ``group``, which hold the same layers. ``quiet``: rank 0 shows no bar."""
     checksums, rank, held = {}, group.rank(), parameters(model).keys()
-    with _progress("loading", sum(plan.shards[name].bytes(rank) for name in held), rank) as advance:
+    with _progress("loading", sum(plan.shards[name].bytes(rank) for name in held), rank == 0 and not quiet) as advance:
         for name, shard in plan.shards.items():
             if name not in held:
                 continue
@@ -233,7 +238,7 @@ def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], 
     rows = {name: stage.holders(name) if stage else [0] for name in plan.shards}
     of_a_row = {name: sum(map(shard.bytes, range(plan.ranks))) for name, shard in plan.shards.items()}
     total = sum(len(rows[name]) * count for name, count in of_a_row.items())
-    with _progress("streaming", total, group.rank()) as advance:
+    with _progress("streaming", total, group.rank() == 0) as advance:
         for name, shard in plan.shards.items():
             holding = [row * plan.ranks + column for row in rows[name] for column in range(plan.ranks)]
             array, memory = _room_for(shard, rank) if group.rank() in holding else (None, None)
@@ -256,11 +261,11 @@ def _put(model: nn.Module, shard: Shard, array: mx.array) -> None:
 
 
 @contextmanager
-def _progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes, on a terminal of rank 0."""
+def _progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Any]]:
+    """A bar of bytes, on a terminal."""
     console = Console(stderr=True)
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=rank != 0 or not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shown or not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -117,6 +117,6 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-def dtype_name(array: mx.array) -> str:
-    """The name of an array's dtype: "float32"."""
-    return str(array.dtype).removeprefix("mlx.core.")
+def dtype_name(dtype: mx.array | mx.Dtype) -> str:
+    """The name of a dtype, or of an array's: "float32"."""
+    return str(dtype.dtype if isinstance(dtype, mx.array) else dtype).removeprefix("mlx.core.")
