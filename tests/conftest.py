@@ -1,10 +1,12 @@
 """What the tests share: `run_ranks`, which runs a script of tests/rank_scripts under `mlxdist launch`."""
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,27 @@ def pytest_configure() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, help="run one in so many parameter sets of each long test")
+    parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
+
+
+@pytest.hookimpl(trylast=True)  # what -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All parameter sets of all long tests take hours of two cores: CI runs a part, over many commits all of them."""
+    of_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for test, variants in of_test.items():
+        count = -(-len(variants) // config.getoption("--one-in"))
+        left_out |= set(variants) - set(random.Random(config.getoption("--choice") + test).sample(variants, count))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="session")

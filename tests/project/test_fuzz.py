@@ -48,8 +48,8 @@ def test_corpus_in_c(tmp_path, target):
 
 @pytest.mark.long
 def test_fuzzing():
-    """Twenty seconds for each target; four at a time share the cores. `make fuzz` takes longer."""
-    command = [sys.executable, str(SCRIPT), "--seconds", "20", "--jobs", "4"]
+    """Eight seconds for each target; four at a time share the cores. `make fuzz` takes longer."""
+    command = [sys.executable, str(SCRIPT), "--seconds", "8", "--jobs", "4"]
     script = subprocess.run(command, capture_output=True, text=True)
     if script.returncode == 2:
         pytest.skip(script.stderr.strip())

@@ -111,7 +111,7 @@ def test_programs(run_ranks, tmp_path, program):
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None, print_blob=True, suppress_health_check=FIXTURES)
+@settings(max_examples=40, deadline=None, print_blob=True, suppress_health_check=FIXTURES)
 @given(program=programs())
 def test_many_programs(run_ranks, tmp_path, program):
     """Others each time."""
