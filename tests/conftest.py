@@ -25,21 +25,21 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, help="run one in so many parameter sets of each long test")
+    parser.addoption("--one-in", type=int, default=1, help="run one in so many long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All parameter sets of all long tests take hours of two cores: CI runs a part, over many commits all of them."""
-    of_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    """All long tests take hours of two cores: CI runs a part of each file's, over many commits all of them."""
+    of_file: dict[Path, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("long"):
-            of_test[item.nodeid.partition("[")[0]].append(item)
+            of_file[item.path].append(item)
     left_out: set[pytest.Item] = set()
-    for test, variants in of_test.items():
-        count = -(-len(variants) // config.getoption("--one-in"))
-        left_out |= set(variants) - set(random.Random(config.getoption("--choice") + test).sample(variants, count))
+    for file, tests in of_file.items():
+        count = -(-len(tests) // config.getoption("--one-in"))
+        left_out |= set(tests) - set(random.Random(config.getoption("--choice") + file.name).sample(tests, count))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
