@@ -44,7 +44,7 @@ def test_with_tensor_parallel(run_ranks, order):
 
 @LONG
 def test_every_model_file_of_mlx_lm(run_ranks):
-    equal(run_ranks, 2, "every_model")
+    equal(run_ranks, 2, "every_model", timeout=400)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
@@ -60,6 +60,6 @@ def test_the_program_of_the_guide(run_ranks, tmp_path):
     assert len(alone.split()) == 4 and run_ranks(program, 2) == [alone] * 2
 
 
-def equal(run_ranks, ranks, *arguments):
-    outputs = run_ranks("context_parallel.py", ranks, *arguments)
+def equal(run_ranks, ranks, *arguments, **options):
+    outputs = run_ranks("context_parallel.py", ranks, *arguments, **options)
     assert all(output.endswith("equal\n") for output in outputs), outputs
