@@ -1,7 +1,6 @@
 """Prompt caches of mlx-lm from one rank to another, so that some ranks compute prompts and others generate.
 
-kv.send(cache, 1)          # rank 0, after model(prompt, cache=cache)
-cache = kv.recv(0)         # rank 1
+Rank 0 calls ``kv.send(cache, 1)`` after ``model(prompt, cache=cache)``, and rank 1 ``cache = kv.recv(0)``.
 """
 
 import json
@@ -10,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import cache as caches_of_mlx_lm
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -25,6 +25,11 @@ __all__ = ["recv", "send"]
 # A description has a few hundred bytes for each layer.
 MAX_DESCRIPTION_BYTES = 1 << 24
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(mx).values() if isinstance(dtype, mx.Dtype)}
+CACHES = {
+    name: found
+    for name, found in vars(caches_of_mlx_lm).items()
+    if isinstance(found, type) and issubclass(found, caches_of_mlx_lm._BaseCache)
+}
 
 # Not that of the model: on a CPU it would send a layer after the ones behind it.
 _stream = mx.new_thread_local_stream(mx.cpu)
@@ -47,14 +52,15 @@ def send(cache: Sequence[Any], dst: int, *, group: Group | None = None) -> None:
     """
     group = init() if group is None else group
     layers = [_state_of(layer, number) for number, layer in enumerate(cache)]
-    description = [[type(layer).__name__, _describe(state)] for layer, state in zip(cache, layers, strict=True)]
-    _check_peer(group, "dst", dst)
+    described = [tree_map(_described, state, is_leaf=_is_dict) for state in layers]
+    description = [[type(layer).__name__, state] for layer, state in zip(cache, described, strict=True)]
     text = np.frombuffer(json.dumps(description).encode(), np.uint8)
     send_array(np.array([text.size], np.int64), dst, group=group)
     send_array(text, dst, group=group)
+    leaves: Any = tree_flatten(layers)
     sent: list[mx.array] = []
-    for state in layers:
-        for x in _arrays(state):
+    for _, x in leaves:
+        if isinstance(x, mx.array) and x.size:
             sent.append(send_array(x, dst, group=group, stream=_stream))
             mx.async_eval(sent[-1])  # one by one: of a list MLX chooses the order
     mx.eval(sent)
@@ -72,12 +78,14 @@ def recv(src: int, *, group: Group | None = None) -> list[Any]:
         Mismatch: what ``src`` sends is no prompt cache of mlx-lm, or of an mlx-lm with other classes.
     """
     group = init() if group is None else group
-    _check_peer(group, "src", src)
     (size,) = np.asarray(recv_array([1], np.int64, src, group=group)).tolist()
     if not 0 < size <= MAX_DESCRIPTION_BYTES:
         raise Mismatch(f"kv.recv: rank {src} describes its cache in {size} bytes; {MAX_DESCRIPTION_BYTES} are the most")
     text = np.asarray(recv_array([size], np.uint8, src, group=group)).tobytes()
     received: list[mx.array] = []
+
+    def leaf(described: Any) -> Any:
+        return array(**described) if _is_dict(described) else described
 
     def array(shape: list[int], dtype: str) -> mx.array:
         if 0 in shape:
@@ -88,62 +96,32 @@ def recv(src: int, *, group: Group | None = None) -> list[Any]:
         return x
 
     try:
-        layers = [_class_of(name).from_state(_restore(state, array)) for name, state in json.loads(text)]
+        layers = [CACHES[name].from_state(tree_map(leaf, state, is_leaf=_is_dict)) for name, state in json.loads(text)]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise Mismatch(f"kv.recv: what rank {src} sends is no prompt cache of this mlx-lm: {error!r}") from error
     mx.eval(received)
     return layers
 
 
-def _check_peer(group: Group, name: str, peer: int) -> None:
-    if peer not in range(group.size()) or peer == group.rank():
-        raise InvalidArgument(f"{name} must be another rank of the group, which has {group.size()}, not {peer!r}")
-
-
-def _class_of(name: str) -> Any:
-    found = getattr(caches_of_mlx_lm, name, None)
-    if not (isinstance(found, type) and issubclass(found, caches_of_mlx_lm._BaseCache)):
-        raise ValueError(f"{name!r} is no cache of mlx_lm.models.cache")
-    return found
-
-
 def _state_of(layer: Any, number: int) -> Any:
-    try:
-        if _class_of(type(layer).__name__) is not type(layer):
-            raise ValueError("another class has that name")
-    except ValueError as error:
-        raise InvalidArgument(f"the cache of layer {number} is {type(layer).__name__}: {error}") from error
-    if isinstance(layer, KVCache | QuantizedKVCache) and layer.keys is not None:
-        return _tokens(layer.state, layer.offset)
+    name = type(layer).__name__
+    if CACHES.get(name) is not type(layer):
+        raise InvalidArgument(
+            f"the cache of layer {number} is {name}: mlx_lm.models.cache has none, or another class has that name"
+        )
+    if isinstance(layer, KVCache | QuantizedKVCache):
+        return tree_map(lambda x: x[..., : layer.offset, :] if isinstance(x, mx.array) else x, layer.state)
     return layer.state
 
 
-def _tokens(state: Any, length: int) -> Any:
-    """``state`` with the first ``length`` tokens of each of its arrays, which have room for more."""
-    if isinstance(state, list | tuple):
-        return [_tokens(item, length) for item in state]
-    return state[..., :length, :] if isinstance(state, mx.array) else state
+def _described(leaf: Any) -> Any:
+    """A leaf of a state for JSON: a dictionary stands for an array."""
+    if isinstance(leaf, mx.array):
+        return {"shape": leaf.shape, "dtype": dtype_name(leaf)}
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    raise InvalidArgument(f"a cache whose state has a {type(leaf).__name__} in it cannot be sent")
 
 
-def _arrays(state: Any) -> list[mx.array]:
-    """Those with elements, in the order in which :func:`_restore` meets them."""
-    if isinstance(state, list | tuple):
-        return [x for item in state for x in _arrays(item)]
-    return [state] if isinstance(state, mx.array) and state.size else []
-
-
-def _describe(state: Any) -> Any:
-    """``state`` for JSON: a dictionary stands for an array."""
-    if isinstance(state, list | tuple):
-        return [_describe(item) for item in state]
-    if isinstance(state, mx.array):
-        return {"shape": state.shape, "dtype": dtype_name(state)}
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
-    raise InvalidArgument(f"a cache whose state has a {type(state).__name__} in it cannot be sent")
-
-
-def _restore(described: Any, array: Any) -> Any:
-    if isinstance(described, list):
-        return [_restore(item, array) for item in described]
-    return array(**described) if isinstance(described, dict) else described
+def _is_dict(state: Any) -> bool:
+    return isinstance(state, dict)

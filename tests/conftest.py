@@ -25,7 +25,7 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, help="run one in so many long tests of each file")
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
 
 

@@ -125,8 +125,8 @@ class Call:
         own, size = self.group.rank(), self.group.size()
         if size == 1:
             raise errors.InvalidArgument(f"{self.name} needs a peer, but the group has one rank")
-        if not 0 <= rank < size or rank == own:
-            raise self.error(f"{argument} is {rank}, but must be another rank than {own}, from 0 to {size - 1}")
+        if rank not in range(size) or rank == own:
+            raise self.error(f"{argument} is {rank!r}, but must be another rank than {own}, from 0 to {size - 1}")
 
     def receive_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         shape = tuple(shape)
