@@ -25,8 +25,7 @@ def test_other_caches(run_ranks, made):
 
 @LONG
 def test_every_model_file_of_mlx_lm(run_ranks):
-    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
-    names = [name for name in names if name not in tiny_models.NOT_COMPARED | {"deepseek_v41": "caches of its own"}]
+    names = [name for name in tiny_models.compared_files() if name != "deepseek_v41"]  # whose caches are its own
     right(run_ranks, 2, "models", "plain", *names, timeout=400)
 
 

@@ -23,8 +23,7 @@ def test_logits(run_ranks, ranks, names):
 
 @LONG
 def test_every_model_file_of_mlx_lm(run_ranks):
-    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
-    names = [name for name in names if name not in tiny_models.NOT_COMPARED]
+    names = tiny_models.compared_files()
     outputs = equal(run_ranks, 2, "models", *names, timeout=400)
     assert outputs[0].splitlines()[-2].split()[1:] == NO_STAGES
 

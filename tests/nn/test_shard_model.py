@@ -21,8 +21,7 @@ def test_heads_that_the_ranks_do_not_divide(run_ranks):
 @pytest.mark.long
 def test_every_model_file(run_ranks):
     """Found in mlx-lm's directory: a new file without a configuration fails here by its name."""
-    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
-    names = [name for name in names if name not in tiny_models.NOT_COMPARED]
+    names = tiny_models.compared_files()
     assert len(names) > 115
     assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *names, timeout=280))
 

@@ -19,8 +19,7 @@ def test_typical_models_with_all_caches(run_ranks):
 @pytest.mark.long
 def test_every_model_file_with_all_caches(run_ranks):
     """Found in mlx-lm's directory. That nothing can be sharded of a model is the only reason to reject one."""
-    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
-    names = [name for name in names if name not in tiny_models.NOT_COMPARED and name not in split_table.NOT_CUT]
+    names = [name for name in tiny_models.compared_files() if name not in split_table.NOT_CUT]
     assert len(names) > 115
     outputs = run_ranks("split_models.py", 2, "matrix", 5, *names, environment=INTERPRETED, timeout=280)
     assert all("close" in output for output in outputs)

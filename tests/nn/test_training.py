@@ -14,8 +14,7 @@ FAMILIES = [
 
 
 def trainable() -> list[str]:
-    others = {*tiny_models.NOT_IMPORTED, *tiny_models.NOT_COMPARED, *tiny_models.NOT_TRAINED}
-    return [name for name in tiny_models.model_files() if name not in others]
+    return [name for name in tiny_models.compared_files() if name not in tiny_models.NOT_TRAINED]
 
 
 def test_gradients_of_typical_models(run_ranks):

@@ -174,7 +174,7 @@ def test_any_thread_reads_how_many_tokens_the_prefix_cache_has():
     assert found and 0 <= min(found) and max(found) <= 100
 
 
-KINDS = [kind for kind in tiny_models.model_files() if kind not in tiny_models.NOT_IMPORTED | tiny_models.NOT_COMPARED]
+KINDS = tiny_models.compared_files()
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,11 @@ def model_files() -> list[str]:
     return files
 
 
+def compared_files() -> list[str]:
+    """Those whose models can run here."""
+    return [name for name in model_files() if name not in NOT_IMPORTED | NOT_COMPARED]
+
+
 def config_of(name: str) -> dict[str, Any]:
     """A tiny configuration for a model file."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
