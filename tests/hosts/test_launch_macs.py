@@ -217,7 +217,7 @@ def test_a_rank_that_was_killed_elsewhere():
 
 def test_a_reaper_reports_what_it_had_to_kill(monkeypatch, tmp_path):
     """Where the launcher was killed, and a rank does not end by SIGTERM."""
-    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     stubborn = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
     stubborn.stdout.readline()
     polite = subprocess.Popen(["sleep", "60"], start_new_session=True)
