@@ -14,7 +14,7 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from .pipeline import Stage, StagePlan, pipeline_parallel, plan_stages
+from .pipeline import Action, Schedule, Stage, StagePlan, Timeline, pipeline_parallel, pipeline_schedule, plan_stages
 from .sharding.plan import Plan, Shard, plan_shards
 from .sharding.verify import Verification, verify
 from .split_block import SplitBlock, SplitModel, Submissions
@@ -37,6 +37,7 @@ from .tensor_parallel.vocab_parallel import (
 )
 
 __all__ = [
+    "Action",
     "ColumnParallelLinear",
     "ExpertParallelSwitchGLU",
     "LoRALinear",
@@ -49,12 +50,14 @@ __all__ = [
     "QuantizedRowParallelLinear",
     "QuantizedVocabParallelEmbedding",
     "RowParallelLinear",
+    "Schedule",
     "Shard",
     "SplitBlock",
     "SplitModel",
     "Stage",
     "StagePlan",
     "Submissions",
+    "Timeline",
     "Verification",
     "VocabParallelEmbedding",
     "VocabParallelSampler",
@@ -65,6 +68,7 @@ __all__ = [
     "gather_sequence",
     "load_sharded",
     "pipeline_parallel",
+    "pipeline_schedule",
     "plan_shards",
     "plan_stages",
     "prefill",

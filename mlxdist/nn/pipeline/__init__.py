@@ -5,9 +5,22 @@ stage_plan.py  StagePlan, plan_stages: which stage has which layers
 stage.py       pipeline_parallel, Stage: a model that has this rank's layers alone
 elsewhere.py   modules and caches of layers that another stage holds
 transfer.py    activations and gradients between stages
+schedule.py    Schedule, pipeline_schedule: in which order the stages compute the micro-batches of a training step
+timeline.py    when each rank did what, simulated or measured
 """
 
+from .schedule import Schedule, pipeline_schedule
 from .stage import Stage, pipeline_parallel
 from .stage_plan import StagePlan, plan_stages
+from .timeline import Action, Timeline
 
-__all__ = ["Stage", "StagePlan", "pipeline_parallel", "plan_stages"]
+__all__ = [
+    "Action",
+    "Schedule",
+    "Stage",
+    "StagePlan",
+    "Timeline",
+    "pipeline_parallel",
+    "pipeline_schedule",
+    "plan_stages",
+]

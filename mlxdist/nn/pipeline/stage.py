@@ -22,6 +22,7 @@ from mlxdist.runtime.group import Group
 from .elsewhere import advance, drop_layer, drop_parameters
 from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
 from .stage_plan import StagePlan, plan_of_layers, stages_of
+from .timeline import Timeline
 from .transfer import Transfer
 
 __all__ = ["Stage", "pipeline_parallel"]
@@ -79,6 +80,7 @@ class Stage:
         plan: which layers each has.
         chunks: the layers of this rank, a range for each of its virtual stages.
         transfer: the messages between stages.
+        timeline: of the last training step on this rank, as measured; None: there was none.
     """
 
     def __init__(self, model: nn.Module, layers: Layers, plan: StagePlan, group: Group) -> None:
@@ -88,6 +90,9 @@ class Stage:
         self.transfer = Transfer.of(group) if self.stages > 1 else None
         self._model: Callable[..., Any] = partial(type(model).__call__, model)
         self._run: _Run | None = None
+        self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
+        self.timeline: Timeline | None = None
+        self._shared: dict[tuple[int, ...], Group] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -116,17 +121,68 @@ class Stage:
         Raises:
             InvalidArgument: ``hidden`` is missing, or given to the first stage; a ``cache`` with virtual stages.
         """
+        run = self._run_of(chunk, tokens.shape, hidden)
+        if cache is not None and len(self.chunks) > 1:
+            raise InvalidArgument("virtual stages are for training and have no cache")
+        logits = self._called(run, tokens, cache=cache)
+        return logits if self.chunks[chunk].stop == len(self._layers.paths) else run.left
+
+    def within(
+        self, function: Callable[[], Any], hidden: Sequence[mx.array] | None, chunk: int = 0
+    ) -> tuple[Any, list[mx.array]]:
+        """Calls a function in which ``model(tokens, ...)`` is this stage alone, once.
+
+        Returns:
+            What the function returns, which is of use on the last stage: on others the model's result has the shape of
+            the logits and is not to be evaluated. And the arrays that the next stage takes.
+
+        Raises:
+            InvalidArgument: the function does not call the model once.
+        """
+        runs: list[_Run] = []
+
+        def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+            runs.append(self._run_of(chunk, tokens.shape, hidden))
+            return self._called(runs[-1], tokens, *args, **keywords)
+
+        value = self._with_model(call, function)
+        if len(runs) != 1:
+            raise InvalidArgument(f"what trains a model in stages calls it once, not {len(runs)} times")
+        return value, runs[0].left
+
+    def shape_of_call(self, function: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
+        """What a function returns, not to be evaluated, and the shape of the tokens with which it calls the model."""
+        shapes: list[Any] = []
+
+        def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+            shapes.append(tokens.shape)
+            return self._called(_Run([], tokens.shape), tokens, *args, **keywords)
+
+        value = self._with_model(call, function)
+        if len(shapes) != 1 or len(shapes[0]) != 2:
+            raise InvalidArgument(
+                "what trains a model in stages calls it once, with tokens of shape (batch, length), not with "
+                f"{', '.join(map(str, shapes)) or 'none'}"
+            )
+        return value, shapes[0]
+
+    def _with_model(self, call: Callable[..., Any], function: Callable[[], Any]) -> Any:
+        self._alone = call
+        try:
+            return function()
+        finally:
+            self._alone = None
+
+    def _run_of(self, chunk: int, shape: Sequence[int], hidden: Sequence[mx.array] | None) -> "_Run":
         own = self.chunks[chunk]
         if (hidden is None) != (own.start == 0):
             raise InvalidArgument("a stage takes what the stage before has returned, and the first takes None")
-        if cache is not None and len(self.chunks) > 1:
-            raise InvalidArgument("virtual stages are for training and have no cache")
-        run = _Run([own], tokens.shape, hidden)
-        logits = self._called(run, tokens, cache=cache)
-        return logits if own.stop == len(self._layers.paths) else run.left
+        return _Run([own], shape, hidden)
 
     def _connected(self, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
         """The logits of the full model, on all ranks, which call it with the same arguments: ``model(...)``."""
+        if self._alone is not None:
+            return self._alone(tokens, *args, **keywords)
         if self.transfer is None:
             return self._model(tokens, *args, **keywords)
         run = _ConnectedRun(self, self.transfer, tokens.shape)
@@ -162,13 +218,36 @@ class Stage:
 
     def holders(self, path: str) -> list[int]:
         """Which stages hold the parameter at that path of the full model."""
-        for number, layer in enumerate(self._layers.paths):
-            if path.startswith(f"{layer}."):
-                return [stage for stage in range(self.stages) if number in self.plan.layers(stage)]
+        if (number := self._layer_of(path)) is not None:
+            return [stage for stage in range(self.stages) if number in self.plan.layers(stage)]
         for module, when in self._layers.outside.items():
             if path.startswith(f"{module}."):
                 return stages_of(when, self.stages)
         return list(range(self.stages))
+
+    def is_in_chunk(self, path: str, chunk: int) -> bool:
+        """Whether a virtual stage of this rank may use the parameter at that path: not those of others' layers."""
+        number = self._layer_of(path)
+        return number is None or number in self.chunks[chunk]
+
+    def group_of(self, path: str) -> Group | None:
+        """The stages that hold a parameter, if there are several. Collective when it is first called."""
+        if self._shared is None:
+            holders = {tuple(stages_of(when, self.stages)) for when in self._layers.outside.values()}
+            shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
+            groups = {ranks: self.group.split(0 if self.index in ranks else -1) for ranks in shared}
+            self._shared = {ranks: group for ranks, group in groups.items() if group is not None}
+        return self._shared.get(tuple(self.holders(path)))
+
+    def _layer_of(self, path: str) -> int | None:
+        for number, layer in enumerate(self._layers.paths):
+            if path.startswith(f"{layer}."):
+                return number
+        return None
+
+    def boundary(self, part: int) -> Boundary:
+        """What virtual stage ``part`` of the model takes from the one before."""
+        return self.taken(self.plan.ranges[part][0])
 
     def taken(self, number: int) -> Boundary:
         """What layer ``number`` takes."""

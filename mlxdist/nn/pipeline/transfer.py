@@ -13,7 +13,7 @@ from mlxdist.runtime.point_to_point import recv, send
 from ..sharding.plan.parameters import dtype_name
 from .layers import Boundary
 
-__all__ = ["Transfer"]
+__all__ = ["GradientTransfer", "Transfer"]
 
 
 class Transfer(Channel):
@@ -21,8 +21,11 @@ class Transfer(Channel):
     has no more than its elements.
 
     A receive is an operation of MLX: one that is started early (``mx.async_eval``) arrives while this rank computes,
-    into memory of its own.
+    into memory of its own. Receives have a stream of their own, so that a message which its receiver does not want yet
+    delays none that comes.
     """
+
+    incoming = mx.new_thread_local_stream(mx.cpu)
 
     def send(
         self, arrays: Sequence[mx.array], to: int, boundary: Boundary, after: Sequence[mx.array] = ()
@@ -52,10 +55,17 @@ class Transfer(Channel):
         for passed in boundary:
             token = received[-1] if received else mx.zeros(())
             shape = (batch, length, *passed.shape[1:])
-            x: Any = recv(shape, passed.dtype, src, token=token, group=self.group, stream=self.stream)
+            x: Any = recv(shape, passed.dtype, src, token=token, group=self.group, stream=self.incoming)
             received.append(x)
         return received[len(after) :]
 
     def broadcast(self, x: mx.array, root: int) -> mx.array:
         """``x`` of a stage on all stages."""
         return broadcast(x, root, group=self.group, stream=self.stream)
+
+
+class GradientTransfer(Transfer):
+    """The gradients of what passes, from each stage to the one before: another order of messages, so another group."""
+
+    stream = mx.new_thread_local_stream(mx.cpu)
+    incoming = mx.new_thread_local_stream(mx.cpu)

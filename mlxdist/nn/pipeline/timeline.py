@@ -1,0 +1,96 @@
+"""When each rank of a pipeline did what: of a schedule that was simulated, or of a step that was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.text import Text
+
+__all__ = ["Action", "Span", "Timeline"]
+
+_STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+_MAX_WIDTH = 150  # of the picture, in characters
+
+
+class Action(NamedTuple):
+    """What a rank computes: F, B, I or W of a micro-batch, on its virtual stage ``chunk``."""
+
+    kind: str
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class Span(NamedTuple):
+    """An action, and when it began and ended, in seconds or any other unit."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of each rank. ``str(timeline)`` is a picture, with colors where rich prints it.
+
+    Attributes:
+        title: above the picture.
+        spans: of each rank, in the order of time.
+    """
+
+    title: str
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def start(self) -> float:
+        """When the first action begins."""
+        return min((span.start for row in self.spans for span in row), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first action to the end of the last one, in the unit of the spans."""
+        return max((span.end for row in self.spans for span in row), default=0.0) - self.start
+
+    def busy(self, rank: int) -> float:
+        """For how long a rank computes."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    def idle(self, rank: int) -> float:
+        """For how long it does not."""
+        return self.seconds - self.busy(rank)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they do not compute."""
+        ranks = range(len(self.spans))
+        return sum(map(self.idle, ranks)) / (len(self.spans) * self.seconds) if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(line.plain.rstrip() for line in self._lines())
+
+    def __rich__(self) -> Text:
+        return Text("\n").join(self._lines())
+
+    def _lines(self) -> list[Text]:
+        lines = [Text(f"{self.title}; bubble {self.bubble:.1%}")]
+        shortest = min((span.end - span.start for row in self.spans for span in row), default=0.0)
+        if not shortest:
+            return lines
+        widest = 1 + max(len(str(span.action)) for row in self.spans for span in row)
+        scale = min(widest / shortest, max(_MAX_WIDTH / self.seconds, 1 / shortest))
+        return lines + [self._line(rank, row, scale) for rank, row in enumerate(self.spans)]
+
+    def _line(self, rank: int, row: Sequence[Span], scale: float) -> Text:
+        line = Text(f"rank {rank:<{len(str(len(self.spans) - 1))}}  ")
+        before = len(line)
+        for span in row:
+            start, end = (round((time - self.start) * scale) for time in (span.start, span.end))
+            line.append("." * (start - (len(line) - before)), "dim")
+            width, name = end - start, str(span.action)
+            if len(name) > width:
+                name = span.action.kind[:width]
+            filling = "-" if width > len(name) + 1 and name == str(span.action) else " "
+            line.append(name.ljust(width, filling), _STYLES[span.action.kind])
+        return line

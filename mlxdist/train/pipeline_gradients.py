@@ -1,0 +1,207 @@
+"""The gradients of a training step of a pipeline: what a schedule says, with messages between the stages.
+
+MLX is lazy, so one ``mx.vjp`` of a stage is the graph of F, I and W of a micro-batch: evaluating its outputs is F, the
+gradient of what the stage has received is I, those of the parameters are W. The cotangents in it are messages that are
+received when I begins.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxdist.nn.pipeline import Schedule, Stage
+from mlxdist.nn.pipeline.timeline import Action, Span, Timeline
+from mlxdist.nn.pipeline.transfer import GradientTransfer
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_sum
+
+from . import micro_batches
+from .gradient_averaging import NAME, Averaging
+from .gradient_buckets import sum_dtype
+from .step_gradients import Part, StepGradients, ends_all
+
+__all__ = ["PipelineGradients"]
+
+Arrays = list[mx.array]
+
+
+@dataclass
+class _Graph:
+    """What is computed, or will be, of a micro-batch on a virtual stage.
+
+    Attributes:
+        received, outputs: what the stage takes, and what it returns: for the next one, or the loss.
+        cotangents: the gradients of ``outputs``, which the next stage sends.
+        sent: the gradients of ``received``.
+        gradients: of the parameters, by number.
+        kept: sums of gradients that modules of fully_shard keep for the last micro-batch.
+    """
+
+    received: Arrays
+    outputs: Arrays
+    cotangents: Arrays
+    sent: Arrays
+    gradients: dict[int, mx.array]
+    kept: Arrays
+
+
+class PipelineGradients(StepGradients):
+    """One call of :func:`value_and_grad` of a model in stages.
+
+    ``fn`` is called on all stages. On those but the last its result is made of zeros, and not evaluated.
+    """
+
+    def __init__(
+        self, averaging: Averaging, fn: Callable[..., Any], schedule: Schedule, stage: Stage, ranks: Group
+    ) -> None:
+        super().__init__(averaging, fn, schedule.micro_batches)
+        assert stage.transfer is not None  # of more than one stage
+        self._schedule, self._stage, self._ranks = schedule, stage, ranks
+        self._transfer, self._gradients = stage.transfer, GradientTransfer.of(stage.group)
+        self._last = schedule.stages * schedule.virtual - 1
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def _agreed(self, facts: list[Any]) -> AbstractContextManager[None]:
+        @contextmanager
+        def both() -> Iterator[None]:
+            with agreed(NAME, self._ranks), agreed(NAME, self._averaging.everyone, facts):
+                yield
+
+        return both()
+
+    def _ends_all(self) -> AbstractContextManager[None]:
+        return ends_all(self._ranks)
+
+    def _begin(self, tree: Any, parts: list[Part], is_new: bool) -> list[int]:
+        value, self._shape = self._stage.shape_of_call(lambda: self._fn(*parts[0][0], **parts[0][1]))
+        self._weighted(value)  # or InvalidArgument
+        self._is_weighted, self._values = isinstance(value, tuple), [value] * self._count
+        parameters: Any = tree_flatten(tree)
+        self._parameters = list(parameters)
+        return list(reversed(range(len(parameters))))
+
+    def _sums(self, tree: Any, parts: list[Part]) -> dict[int, mx.array]:
+        sums: dict[int, mx.array] = {}
+        spans: list[Span] = []
+        begun: tuple[Action, Arrays, Arrays] | None = None
+        for action in self._schedule.actions[self._stage.index]:
+            # One ahead: its messages arrive, and its graph is built, while the one before is computed.
+            next_one = (action, *self._begun(action, tree, parts, sums))
+            if begun is not None:
+                spans.append(_ended(*begun))
+            begun = next_one
+        if begun is not None:
+            spans.append(_ended(*begun))
+        title = f"{self._schedule.name}: stage {self._stage.index} of {self._schedule.stages}"
+        self._stage.timeline = Timeline(title, (tuple(spans),))
+        for place, (path, array) in enumerate(self._parameters):
+            if place not in sums:
+                sums[place] = mx.zeros(array.shape, sum_dtype(array.dtype))
+            if (group := self._stage.group_of(path)) is not None:
+                sums[place] = all_sum(sums[place], group=group, stream=self._transfer.stream)
+                mx.async_eval(sums[place])  # one by one, on all ranks
+        return sums
+
+    def _begun(self, action: Action, tree: Any, parts: list[Part], sums: dict[int, mx.array]) -> tuple[Arrays, Arrays]:
+        """Starts an action. Returns what it waits for, and what it computes."""
+        number, chunk = action.micro_batch, action.chunk
+        part = self._schedule.part(self._stage.index, chunk)
+        if action.kind == "F":
+            graph = self._graphs[number, chunk] = self._graph(number, chunk, part, tree, parts[number])
+            mx.async_eval(graph.received)
+            mx.async_eval(graph.outputs)
+            if part < self._last:
+                self._send(self._transfer, graph.outputs, part, 1)
+            return graph.received, graph.outputs
+        graph = self._graphs[number, chunk]
+        waits: Arrays = []
+        computed: Arrays = []
+        if action.kind in "BI":
+            waits = graph.cotangents if part < self._last else []
+            mx.async_eval(waits)
+            computed += graph.sent
+            mx.async_eval(graph.sent)
+            if part > 0:
+                self._send(self._gradients, graph.sent, part, -1)
+        if action.kind in "BW":
+            for place, array in graph.gradients.items():
+                wide = array.astype(sum_dtype(array.dtype)) if self._count > 1 else array
+                sums[place] = sums[place] + wide if place in sums else wide
+                computed.append(sums[place])
+            computed += graph.kept
+            mx.async_eval(computed)
+            del self._graphs[number, chunk]
+        return waits, computed
+
+    def _graph(self, number: int, chunk: int, part: int, tree: Any, arguments: Part) -> _Graph:
+        """Of a micro-batch on this stage: nothing is computed yet."""
+        stage, model = self._stage, self._averaging.model
+        batch, length = self._shape
+        received = self._recv(self._transfer, part, -1) if part > 0 else []
+        if part == self._last:
+            cotangents = [mx.array(1.0)]
+        else:
+            cotangents = self._recv(self._gradients, part + 1, 1)
+        places = [place for place, (path, _) in enumerate(self._parameters) if stage.is_in_chunk(path, chunk)]
+        values: list[Any] = []
+
+        def run(*arrays: mx.array) -> Arrays:
+            own, hidden = arrays[: len(places)], list(arrays[len(places) :])
+            model.update(tree_unflatten([(self._parameters[place][0], x) for place, x in zip(places, own)]))
+            value, outputs = stage.within(lambda: self._fn(*arguments[0], **arguments[1]), hidden or None, chunk)
+            values.append(value)
+            return [self._weighted(value)] if part == self._last else outputs
+
+        before = {id(array) for array in self._kept.gradients.values()}
+        try:
+            with micro_batches.working_on(self._kept, number, self._count):
+                inputs = [self._parameters[place][1] for place in places] + received
+                outputs, gradients = mx.vjp(run, inputs, cotangents)
+        finally:
+            model.update(tree)
+        if part == self._last or not stage.is_last:  # of its tokens all stages know how many they are
+            self._values[number] = values[0]
+        found = {place: (self._parameters[place][0], array) for place, array in zip(places, gradients)}
+        kept = [array for array in self._kept.gradients.values() if id(array) not in before]
+        return _Graph(received, outputs, cotangents, gradients[len(places) :], self._counted(values[0], found), kept)
+
+    def _recv(self, transfer: Any, part: int, step: int) -> Arrays:
+        """What passes between ``part - 1`` and ``part``, or its gradient."""
+        boundary = self._stage.boundary(part)
+        batch, length = self._shape
+        return transfer.recv(boundary, batch, length, (self._stage.index + step) % self._schedule.stages)
+
+    def _send(self, transfer: Any, arrays: Arrays, part: int, step: int) -> None:
+        boundary = self._stage.boundary(part + 1 if step == 1 else part)
+        mx.async_eval(transfer.send(arrays, (self._stage.index + step) % self._schedule.stages, boundary))
+
+    def _waiting(self) -> Arrays:
+        return []
+
+    def _value(self) -> Any:
+        """That of the last stage, on all."""
+        value = super()._value()
+
+        def shared(leaf: Any) -> Any:
+            if not isinstance(leaf, mx.array):
+                return leaf
+            own = leaf if self._stage.is_last else mx.zeros(leaf.shape, leaf.dtype)
+            found = self._transfer.broadcast(own, self._schedule.stages - 1)
+            mx.async_eval(found)
+            return found
+
+        return tree_map(shared, value)
+
+
+def _ended(action: Action, waits: Arrays, computed: Arrays) -> Span:
+    """Waits for an action to end."""
+    mx.eval(waits)
+    start = time.perf_counter()
+    mx.eval(computed)
+    return Span(action, start, time.perf_counter())

@@ -1,0 +1,326 @@
+"""One rank of test_pipeline_training.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
+
+Every rank has the model of one process, too, and its gradients of the whole batch.
+"""
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import mlxdist
+from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
+from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.train import clip_grad_norm, fully_shard, value_and_grad
+from mlxdist.train.trainer import masked_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import tiny_models
+
+group = mlxdist.init()
+rank, size = group.rank(), group.size()
+LAYERS = 9
+
+
+def batch_of(rows, seed=1):
+    """Tokens, and where the targets of each row begin and end, as mlx-lm has them."""
+    random = np.random.default_rng(seed)
+    tokens = mx.array(random.integers(0, 90, (rows, 8)))
+    return tokens, mx.array([[int(random.integers(0, 3)), int(random.integers(4, 8))] for _ in range(rows)])
+
+
+def staged(name, mesh, virtual=1, **sizes):
+    model = tiny_models.build(name, **sizes)
+    plan = plan_stages(model, mesh.size("pp"), virtual=virtual)
+    return pipeline_parallel(model, mesh["pp"], plan)
+
+
+def compare(model, value, gradients, expected_value, expected, tolerance=2e-5):
+    found, wanted = dict(tree_flatten(gradients)), dict(tree_flatten(expected))
+    held = [path for path, _ in tree_flatten(model.trainable_parameters())]
+    assert list(found) == held
+    for path, array in found.items():
+        assert array.dtype == wanted[path].dtype, path
+        a, b = (np.array(x.astype(mx.float32)) for x in (array, wanted[path]))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance, err_msg=path)
+    for a, b in zip(value, expected_value, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-6)
+
+
+def schedules(name, virtual):
+    """Every schedule and number of micro-batches: the gradients and the loss of one process."""
+    mesh, virtual = mlxdist.mesh(pp=size), int(virtual)
+    full = tiny_models.build(name, num_hidden_layers=LAYERS)
+    model = staged(name, mesh, virtual, num_hidden_layers=LAYERS)
+    for count in range(1, 9):
+        batch = batch_of(2 * count)
+        expected = nn.value_and_grad(full, default_loss)(full, *batch)
+        for schedule in ("gpipe", "1f1b", "zero_bubble"):
+            step = value_and_grad(model, default_loss, mesh=mesh, accumulate=count, schedule=schedule)
+            for _ in range(2):
+                compare(model, *step(model, *batch), *expected)
+            (spans,) = model.stage.timeline.spans
+            assert len(spans) == (3 if schedule == "zero_bubble" else 2) * count * virtual
+
+
+def share(batch, mesh):
+    """The rows of this rank's replicas."""
+    index, count = (
+        mesh.coordinates["dp"] * mesh.size("fsdp") + mesh.coordinates["fsdp"],
+        mesh.size("dp") * mesh.size("fsdp"),
+    )
+    return tuple(x[index * len(x) // count : (index + 1) * len(x) // count] for x in batch)
+
+
+def with_data_parallel(name):
+    """Replicas of each stage, with unequal numbers of tokens: the gradients of one process with all rows."""
+    mesh = mlxdist.mesh(pp=size // 2, dp=2)
+    full, model = tiny_models.build(name), staged(name, mesh)
+    batch = batch_of(12)
+    expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    for accumulate in (1, 3):
+        step = value_and_grad(model, default_loss, mesh=mesh, accumulate=accumulate)
+        for _ in range(2):
+            (loss, tokens), gradients = step(model, *share(batch, mesh))
+            sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens]), group=mesh["dp"])
+            compare(model, (sums[0] / sums[1], sums[1]), gradients, *expected)
+
+
+def with_tensor_parallel(name):
+    """Layers over two ranks: the norm of the gradients, and what an optimizer makes of them."""
+    mesh = mlxdist.mesh(pp=size // 2, tp=2)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    shard_model(model, plan_shards(model, tp=2), mesh["tp"])
+    pipeline_parallel(model, mesh["pp"])
+    batch = batch_of(8)
+    value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    found, gradients = step(model, *batch)
+    for a, b in zip(found, value, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-6)
+    where, wanted = cuts(model), dict(tree_flatten(expected))
+    for path, array in tree_flatten(gradients):
+        np.testing.assert_allclose(
+            np.array(array), np.array(where[path].take(wanted[path])), rtol=1e-4, atol=2e-5, err_msg=path
+        )
+    same_norm(model, gradients, expected, mesh)
+
+
+def same_norm(model, gradients, expected, mesh):
+    _, norm = clip_grad_norm(gradients, 1.0, model=model, mesh=mesh)
+    _, wanted = optim.clip_grad_norm(expected, 1.0)
+    np.testing.assert_allclose(norm.item(), wanted.item(), rtol=1e-5)
+
+
+def norms(name):
+    """What several stages hold is counted once."""
+    mesh = mlxdist.mesh(pp=size)
+    full, model = tiny_models.build(name), staged(name, mesh)
+    batch = batch_of(8)
+    _, expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    _, gradients = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch)
+    same_norm(model, gradients, expected, mesh)
+
+
+def with_context_parallel(name):
+    """Sequences over two ranks."""
+    mesh = mlxdist.mesh(pp=size // 2, cp=2)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    context_parallel(model, mesh["cp"])
+    pipeline_parallel(model, mesh["pp"])
+    batch = batch_of(8)
+    alone = mlxdist.mesh(dp=size)["cp"]
+    value, expected = nn.value_and_grad(full, masked_loss)(full, *batch, cp=alone)
+    step = value_and_grad(model, masked_loss, mesh=mesh, accumulate=4)
+    (loss, tokens), gradients = step(model, *batch, cp=mesh["cp"])
+    sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens.astype(mx.float32)]), group=mesh["cp"])
+    compare(model, (sums[0] / sums[1], sums[1]), gradients, value, expected)
+
+
+def with_sharded_optimizer(name):
+    """ZeRO-1: a shard of each parameter on each replica, gathered once a step and reduced once."""
+    mesh = mlxdist.mesh(pp=size // 2, fsdp=2)
+    full, model = tiny_models.build(name), staged(name, mesh)
+    fully_shard(model, mesh=mesh, stage=1)
+    batch = batch_of(8)
+    value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    where, wanted = cuts(model), dict(tree_flatten(expected))
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule=schedule)
+        for _ in range(2):
+            (loss, tokens), gradients = step(model, *share(batch, mesh))
+            sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens.astype(mx.float32)]), group=mesh["fsdp"])
+            np.testing.assert_allclose((sums[0] / sums[1]).item(), value[0].item(), rtol=1e-5)
+            for path, array in tree_flatten(gradients):
+                np.testing.assert_allclose(
+                    np.array(array), np.array(where[path].take(wanted[path])), rtol=1e-4, atol=2e-5, err_msg=path
+                )
+    for stage in (2, 3):
+        model = staged(name, mesh)
+        fully_shard(model, mesh=mesh, stage=stage)
+        with pytest.raises(mlxdist.InvalidArgument, match=f"fully_shard\\(stage={stage}\\).* each micro-batch"):
+            value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+
+
+def with_checkpointing(name):
+    """mlx-lm's grad_checkpoint: layers are computed again in the backward pass."""
+    mesh = mlxdist.mesh(pp=size)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    batch = batch_of(8)
+    expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    grad_checkpoint(model.layers[0])
+    pipeline_parallel(model, mesh["pp"])
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
+    compare(model, *step(model, *batch), *expected)
+
+
+def adapters(name):
+    """LoRA of mlx-lm on all layers: only adapters are trained."""
+    mesh = mlxdist.mesh(pp=size)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    for one in (full, model):
+        mx.random.seed(3)
+        one.freeze()
+        linear_to_lora_layers(one, len(one.layers), {"rank": 2, "scale": 1.0, "dropout": 0.0})
+        for path, array in tree_flatten(one.trainable_parameters()):
+            one.update(tree_unflatten([(path, mx.random.normal(array.shape) * 0.1)]))
+    pipeline_parallel(model, mesh["pp"])
+    batch = batch_of(8)
+    expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    value, gradients = step(model, *batch)
+    assert all("lora" in path for path, _ in tree_flatten(gradients))
+    compare(model, value, gradients, *expected)
+
+
+def training(name):
+    """Five steps of Adam end with the parameters of one process, also those that two stages hold."""
+    mesh = mlxdist.mesh(pp=size)
+    full, model = tiny_models.build(name), staged(name, mesh)
+    step, alone = value_and_grad(model, default_loss, mesh=mesh, accumulate=4), nn.value_and_grad(full, default_loss)
+    first, second = optim.SGD(0.1), optim.SGD(0.1)
+    for number in range(5):
+        batch = batch_of(8, seed=number)
+        first.update(model, step(model, *batch)[1])
+        second.update(full, alone(full, *batch)[1])
+        mx.eval(model.parameters(), full.parameters())
+    wanted = dict(tree_flatten(full.parameters()))
+    for path, array in tree_flatten(model.parameters()):
+        np.testing.assert_allclose(np.array(array), np.array(wanted[path]), rtol=1e-3, atol=1e-4, err_msg=path)
+    for a, b in zip(model(batch_of(2)[0]), full(batch_of(2)[0])):  # and the model in stages still works as a whole
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-3)
+
+
+def other_losses():
+    """A loss alone; with others behind it; no tokens in a micro-batch."""
+    mesh = mlxdist.mesh(pp=size)
+    full, model = tiny_models.build("qwen3"), staged("qwen3", mesh)
+    tokens, lengths = batch_of(8)
+
+    def mean(model, tokens):
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
+
+    def more(model, tokens, lengths):
+        logits = model(tokens[:, :-1])
+        mask = mx.arange(tokens.shape[1] - 1) < lengths[:, :1]
+        losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * mask
+        return losses.sum() / mask.sum(), mask.sum(), logits.max()
+
+    step = value_and_grad(model, mean, mesh=mesh, accumulate=4)
+    value, gradients = step(model, tokens)
+    wanted, expected = nn.value_and_grad(full, mean)(full, tokens)
+    compare(model, [value], gradients, [wanted], expected)
+    lengths = mx.where(mx.arange(8)[:, None] < 2, 0, 5)  # the first micro-batch has none
+    (loss, count, highest), gradients = value_and_grad(model, more, mesh=mesh, accumulate=4)(model, tokens, lengths)
+    (wanted, total, most), expected = nn.value_and_grad(full, more)(full, tokens, lengths)
+    compare(model, [loss, count, mx.max(mx.stack(highest))], gradients, [wanted, total, most], expected)
+
+
+def counted(name):
+    """Messages: a micro-batch's activation and its gradient pass each boundary once, and nothing else but the loss."""
+    mesh = mlxdist.mesh(pp=size)
+    model = staged(name, mesh)
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    batch = batch_of(8)
+    mx.eval(step(model, *batch))
+    before = group._world.counters()
+    mx.eval(step(model, *batch))
+    group.meet()
+    after = group._world.counters()
+    hidden = 2 * (batch[0].shape[1] - 1) * 64 * 4
+    neighbors = (rank > 0) + (rank < size - 1)
+    sent = after["payload_bytes_sent"] - before["payload_bytes_sent"]
+    assert 0 <= sent - 4 * neighbors * hidden <= 64 * size, (sent, 4 * neighbors * hidden)
+
+
+def bad_input():
+    """The same error on all ranks, and the next step is possible."""
+    mesh = mlxdist.mesh(pp=size)
+    model, batch = staged("qwen3", mesh), batch_of(8)
+
+    def refused(words, call):
+        with pytest.raises(mlxdist.InvalidArgument, match=words):
+            call()
+
+    make = partial(value_and_grad, model, default_loss, mesh=mesh, accumulate=4)
+    refused("needs mesh=", lambda: value_and_grad(model, default_loss, accumulate=4))
+    refused("no schedule 'fast'", lambda: make(schedule="fast"))
+    refused("is for .* 3 micro-batches", lambda: make(schedule=pipeline_schedule("1f1b", size, 3)))
+    if size > 1:
+        refused("must be a Schedule or its name", lambda: make(schedule=7 if rank == 0 else None))
+        refused("differ|disagree", lambda: make(schedule="gpipe" if rank == 0 else None))
+    rows = tuple(x[:7] for x in batch)
+    refused("7 rows, which do not divide into accumulate=4", lambda: make()(model, *rows))
+    twice = lambda model, tokens: model(tokens).sum() + model(tokens).sum()
+    refused(
+        "calls it once.*7\\), \\(2, 7",
+        lambda: value_and_grad(model, twice, mesh=mesh, accumulate=4)(model, batch[0][:, :-1]),
+    )
+    plain = tiny_models.build("qwen3")
+    refused(
+        "pipeline_parallel\\(model\\) first", lambda: value_and_grad(plain, default_loss, mesh=mesh, schedule="1f1b")
+    )
+    compare_twice = [make()(model, *batch) for _ in range(2)]
+    assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(*map(tree_flatten, compare_twice)))
+
+
+def other_dtype():
+    """A stage whose activations are not those that were agreed on: an error that names both."""
+    mesh = mlxdist.mesh(pp=size)
+    model, batch = staged("qwen3", mesh), batch_of(8)
+    model.set_dtype(mx.float16)
+    with pytest.raises(mlxdist.MlxdistError, match="float16 of shape .*float32 of shape .batch, length, 64."):
+        mx.eval(value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch))
+
+
+def killed():
+    """A stage that dies in the middle of a step: a named error on the others."""
+    mesh = mlxdist.mesh(pp=size)
+    model, batch = staged("qwen3", mesh), batch_of(8)
+    calls = []
+
+    def loss(model, tokens, lengths):
+        calls.append(1)
+        if rank == size - 1 and len(calls) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return default_loss(model, tokens, lengths)
+
+    step = value_and_grad(model, loss, mesh=mesh, accumulate=4)
+    with pytest.raises((mlxdist.PeerLost, mlxdist.Aborted)):
+        for _ in range(10):
+            mx.eval(step(model, *batch))
+
+
+name, *arguments = sys.argv[1:]
+globals()[name](*arguments)
+print("equal", flush=True)
