@@ -87,10 +87,13 @@ def fully_shard(
         group, replicas = mesh["fsdp"], mesh["dp"]
     else:
         group, replicas = group_of(group), None
-    everyone = mesh.group if mesh is not None else group
+    everyone = alike = mesh.group if mesh is not None else group
+    if mesh is not None and mesh.size("pp") > 1:  # each stage has parameters of its own
+        alike = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
     options = (compute_dtype, stage, reshard_after_forward, prefetch)
     parameters: list[Any] = []
-    with agreed("fully_shard", everyone, options, parameters):  # compared as they are behind the block
+    # What is compared is as it is behind the block.
+    with agreed("fully_shard", everyone, options), agreed("fully_shard", alike, parameters):
         _check(module, mesh is not None and replicas is None, *options)
         parameters += _described(module)
     if everyone.size() == 1 or group.size() * (replicas.size() if replicas else 1) == 1:

@@ -370,7 +370,7 @@ class _Pass:
         for flat, arrays in zip(flats, fulls):
             vector = unit.accumulate(id(flat), flat.pack(arrays))
             if vector is None:
-                gradients += [mx.zeros_like(slot.array) for slot in flat.slots]
+                gradients += flat.unpack_shards(mx.zeros((flat.length,), flat.dtype))  # mx.checkpoint fills slots
                 continue
             packed.append(vector)
             sums.append(unit.reduce(self.order, flat, vector))

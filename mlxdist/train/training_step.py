@@ -125,6 +125,12 @@ def _schedule_of(
             f"there are {asked[0]}, accumulate={asked[1]} and {asked[2]}"
         )
     schedule.check()
+    for path, module in model.named_modules():
+        if (unit := getattr(module, "_unit", None)) is not None and unit.stage != 1:
+            raise InvalidArgument(
+                f"{NAME}: '{path}' is sharded by fully_shard(stage={unit.stage}), which would reduce its gradients "
+                f"after each micro-batch, {accumulate} times a step, while other stages wait for it; take stage=1"
+            )
     return schedule
 
 

@@ -69,6 +69,8 @@ def schedules(name, virtual):
             step = value_and_grad(model, default_loss, mesh=mesh, accumulate=count, schedule=schedule)
             for _ in range(2):
                 compare(model, *step(model, *batch), *expected)
+            if size == 1:  # all of it is one stage
+                continue
             (spans,) = model.stage.timeline.spans
             assert len(spans) == (3 if schedule == "zero_bubble" else 2) * count * virtual
 
@@ -147,10 +149,13 @@ def with_context_parallel(name):
     compare(model, (sums[0] / sums[1], sums[1]), gradients, value, expected)
 
 
-def with_sharded_optimizer(name):
+def with_sharded_optimizer(name, checkpointed=""):
     """ZeRO-1: a shard of each parameter on each replica, gathered once a step and reduced once."""
     mesh = mlxdist.mesh(pp=size // 2, fsdp=2)
-    full, model = tiny_models.build(name), staged(name, mesh)
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    if checkpointed:
+        grad_checkpoint(model.layers[0])
+    pipeline_parallel(model, mesh["pp"])
     fully_shard(model, mesh=mesh, stage=1)
     batch = batch_of(8)
     value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
@@ -166,10 +171,10 @@ def with_sharded_optimizer(name):
                     np.array(array), np.array(where[path].take(wanted[path])), rtol=1e-4, atol=2e-5, err_msg=path
                 )
     for stage in (2, 3):
-        model = staged(name, mesh)
-        fully_shard(model, mesh=mesh, stage=stage)
+        other = staged(name, mesh)
+        fully_shard(other, mesh=mesh, stage=stage)
         with pytest.raises(mlxdist.InvalidArgument, match=f"fully_shard\\(stage={stage}\\).* each micro-batch"):
-            value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+            value_and_grad(other, default_loss, mesh=mesh, accumulate=4)
 
 
 def with_checkpointing(name):
@@ -208,7 +213,7 @@ def training(name):
     mesh = mlxdist.mesh(pp=size)
     full, model = tiny_models.build(name), staged(name, mesh)
     step, alone = value_and_grad(model, default_loss, mesh=mesh, accumulate=4), nn.value_and_grad(full, default_loss)
-    first, second = optim.SGD(0.1), optim.SGD(0.1)
+    first, second = optim.SGD(0.01), optim.SGD(0.01)
     for number in range(5):
         batch = batch_of(8, seed=number)
         first.update(model, step(model, *batch)[1])
@@ -299,7 +304,9 @@ def other_dtype():
     mesh = mlxdist.mesh(pp=size)
     model, batch = staged("qwen3", mesh), batch_of(8)
     model.set_dtype(mx.float16)
-    with pytest.raises(mlxdist.MlxdistError, match="float16 of shape .*float32 of shape .batch, length, 64."):
+    with pytest.raises(
+        (mlxdist.InvalidArgument, mlxdist.Aborted), match="float16 of shape .*float32 of shape .batch, length, 64."
+    ):
         mx.eval(value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch))
 
 

@@ -1,0 +1,80 @@
+"""`train.value_and_grad` of models in stages: the gradients of one process with the whole batch."""
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3, 4))])
+@pytest.mark.parametrize("name", ["gemma", pytest.param("qwen3", marks=LONG)])  # gemma's embedding is its head, too
+def test_every_schedule_and_number_of_micro_batches(run_ranks, name, ranks, virtual):
+    equal(run_ranks, ranks, "schedules", name, virtual)
+
+
+@LONG
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "qwen3_moe", "qwen3_next", "rwkv7"])
+def test_other_models(run_ranks, name):
+    equal(run_ranks, 2, "training", name)
+
+
+@pytest.mark.parametrize("check", ["training", "norms"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_several_stages_hold_one_parameter(run_ranks, ranks, check):
+    equal(run_ranks, ranks, check, "gemma")
+
+
+@LONG
+@pytest.mark.parametrize("name", ["gemma", "qwen3"])
+@pytest.mark.parametrize("axis", ["data_parallel", "tensor_parallel", "context_parallel", "sharded_optimizer"])
+def test_with_another_axis(run_ranks, axis, name):
+    equal(run_ranks, 4, f"with_{axis}", name)
+
+
+def test_gradient_checkpointing(run_ranks):
+    equal(run_ranks, 2, "with_checkpointing", "qwen3")
+
+
+@LONG
+def test_gradient_checkpointing_with_a_sharded_optimizer(run_ranks):
+    equal(run_ranks, 4, "with_sharded_optimizer", "qwen3", "checkpointed")
+
+
+@LONG
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters(run_ranks, ranks):
+    equal(run_ranks, ranks, "adapters", "qwen3")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_what_a_loss_may_return(run_ranks, ranks):
+    equal(run_ranks, ranks, "other_losses")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_bytes_that_are_sent(run_ranks, ranks):
+    equal(run_ranks, ranks, "counted", "qwen3")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_bad_input(run_ranks, ranks):
+    equal(run_ranks, ranks, "bad_input")
+
+
+@LONG
+def test_activations_of_another_dtype(run_ranks):
+    equal(run_ranks, 2, "other_dtype")
+
+
+@LONG
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stage_that_is_killed(run_ranks, ranks):
+    outputs = run_ranks("pipeline_training.py", ranks, "killed", status=None)
+    assert all("equal" in output for output in outputs[:-1]), outputs
+
+
+def equal(run_ranks, ranks, *arguments):
+    outputs = run_ranks("pipeline_training.py", ranks, *arguments)
+    assert all(output.endswith("equal\n") for output in outputs), outputs
