@@ -5,7 +5,6 @@ gradient of what the stage has received is I, those of the parameters are W. The
 received when I begins.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxdist.nn.pipeline import Schedule, Stage
-from mlxdist.nn.pipeline.timeline import Action, Span, Timeline
+from mlxdist.nn.pipeline.timeline import Action, Stamps
 from mlxdist.nn.pipeline.transfer import GradientTransfer
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group import Group
@@ -88,18 +87,9 @@ class PipelineGradients(StepGradients):
 
     def _sums(self, tree: Any, parts: list[Part]) -> dict[int, mx.array]:
         sums: dict[int, mx.array] = {}
-        spans: list[Span] = []
-        begun: tuple[Action, Arrays, Arrays] | None = None
+        stamps = self._stage.stamps = Stamps()
         for action in self._schedule.actions[self._stage.index]:
-            # One ahead: its messages arrive, and its graph is built, while the one before is computed.
-            next_one = (action, *self._begun(action, tree, parts, sums))
-            if begun is not None:
-                spans.append(_ended(*begun))
-            begun = next_one
-        if begun is not None:
-            spans.append(_ended(*begun))
-        title = f"{self._schedule.name}: stage {self._stage.index} of {self._schedule.stages}"
-        self._stage.timeline = Timeline(title, (tuple(spans),))
+            stamps.end(self._started(action, tree, parts, sums, stamps))
         for place, (path, array) in enumerate(self._parameters):
             if place not in sums:
                 sums[place] = mx.zeros(array.shape, sum_dtype(array.dtype))
@@ -108,27 +98,28 @@ class PipelineGradients(StepGradients):
                 mx.async_eval(sums[place])  # one by one, on all ranks
         return sums
 
-    def _begun(self, action: Action, tree: Any, parts: list[Part], sums: dict[int, mx.array]) -> tuple[Arrays, Arrays]:
-        """Starts an action. Returns what it waits for, and what it computes."""
-        number, chunk = action.micro_batch, action.chunk
-        part = self._schedule.part(self._stage.index, chunk)
+    def _started(
+        self, action: Action, tree: Any, parts: list[Part], sums: dict[int, mx.array], stamps: Stamps
+    ) -> Arrays:
+        """Starts an action. Returns what it computes."""
+        key, part = action[1:], self._schedule.part(self._stage.index, action.chunk)
         if action.kind == "F":
-            graph = self._graphs[number, chunk] = self._graph(number, chunk, part, tree, parts[number])
+            graph = self._graphs[key] = self._graph(*key, part, tree, parts[action.micro_batch])
             mx.async_eval(graph.received)
+            stamps.begin(action, graph.received)
             mx.async_eval(graph.outputs)
             if part < self._last:
                 self._send(self._transfer, graph.outputs, part, 1)
-            return graph.received, graph.outputs
-        graph = self._graphs[number, chunk]
-        waits: Arrays = []
+            return graph.outputs
+        graph = self._graphs[key]
+        cotangents = graph.cotangents if part < self._last and action.kind in "BI" else []
+        mx.async_eval(cotangents)
+        stamps.begin(action, cotangents)
         computed: Arrays = []
-        if action.kind in "BI":
-            waits = graph.cotangents if part < self._last else []
-            mx.async_eval(waits)
+        if action.kind in "BI" and part > 0:
             computed += graph.sent
             mx.async_eval(graph.sent)
-            if part > 0:
-                self._send(self._gradients, graph.sent, part, -1)
+            self._send(self._gradients, graph.sent, part, -1)
         if action.kind in "BW":
             for place, array in graph.gradients.items():
                 wide = array.astype(sum_dtype(array.dtype)) if self._count > 1 else array
@@ -136,8 +127,8 @@ class PipelineGradients(StepGradients):
                 computed.append(sums[place])
             computed += graph.kept
             mx.async_eval(computed)
-            del self._graphs[number, chunk]
-        return waits, computed
+            del self._graphs[key]
+        return computed
 
     def _graph(self, number: int, chunk: int, part: int, tree: Any, arguments: Part) -> _Graph:
         """Of a micro-batch on this stage: nothing is computed yet."""
@@ -197,11 +188,3 @@ class PipelineGradients(StepGradients):
             return found
 
         return tree_map(shared, value)
-
-
-def _ended(action: Action, waits: Arrays, computed: Arrays) -> Span:
-    """Waits for an action to end."""
-    mx.eval(waits)
-    start = time.perf_counter()
-    mx.eval(computed)
-    return Span(action, start, time.perf_counter())

@@ -22,8 +22,8 @@ from .elsewhere import holds_parameters_alone, is_known
 
 __all__ = ["Boundary", "Layers", "Like", "Passed", "at", "find_layers", "subclass", "with_value"]
 
-# Batch and length of the two calls. What differs between the shapes of an array is these. Lengths are even: a shard of a
-# sequence is two equal chunks.
+# Batch and length of the two calls. What differs between the shapes of an array is these. Lengths are even: a shard of
+# a sequence is two equal chunks.
 _SHAPES = ((2, 6), (3, 10))
 _BATCH, _LENGTH = -1, -2  # in place of a dimension
 _WHEN = ("before", "between", "after")

@@ -22,7 +22,7 @@ from mlxdist.runtime.group import Group
 from .elsewhere import advance, drop_layer, drop_parameters
 from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
 from .stage_plan import StagePlan, plan_of_layers, stages_of
-from .timeline import Timeline
+from .timeline import Stamps, Timeline
 from .transfer import Transfer
 
 __all__ = ["Stage", "pipeline_parallel"]
@@ -80,7 +80,8 @@ class Stage:
         plan: which layers each has.
         chunks: the layers of this rank, a range for each of its virtual stages.
         transfer: the messages between stages.
-        timeline: of the last training step on this rank, as measured; None: there was none.
+        stamps: when the actions of the last training step were possible and when they ended, which is measured while
+            they are computed; :attr:`timeline` reads it.
     """
 
     def __init__(self, model: nn.Module, layers: Layers, plan: StagePlan, group: Group) -> None:
@@ -91,7 +92,7 @@ class Stage:
         self._model: Callable[..., Any] = partial(type(model).__call__, model)
         self._run: _Run | None = None
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
-        self.timeline: Timeline | None = None
+        self.stamps: Stamps | None = None
         self._shared: dict[tuple[int, ...], Group] | None = None
 
     @property
@@ -103,6 +104,11 @@ class Stage:
     def is_last(self) -> bool:
         """Whether this rank has the head."""
         return self.index == self.stages - 1
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What this rank did in the last training step, as measured, in seconds; None: there was none. Waits for it."""
+        return None if self.stamps is None else self.stamps.timeline(f"stage {self.index} of {self.stages}")
 
     def __call__(
         self, tokens: mx.array, hidden: Sequence[mx.array] | None = None, cache: Any = None, chunk: int = 0

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import mlx.core as mx
 from rich.text import Text
 
-__all__ = ["Action", "Span", "Timeline"]
+from mlxdist.runtime.native import bridge
+
+__all__ = ["Action", "Span", "Stamps", "Timeline"]
 
 _STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 _MAX_WIDTH = 150  # of the picture, in characters
@@ -38,20 +41,17 @@ class Timeline:
     Attributes:
         title: above the picture.
         spans: of each rank, in the order of time.
+        start: when the step began.
     """
 
     title: str
     spans: tuple[tuple[Span, ...], ...]
-
-    @property
-    def start(self) -> float:
-        """When the first action begins."""
-        return min((span.start for row in self.spans for span in row), default=0.0)
+    start: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """From the first action to the end of the last one, in the unit of the spans."""
-        return max((span.end for row in self.spans for span in row), default=0.0) - self.start
+        """From the start to the end of the last action, in the unit of the spans."""
+        return max((span.end for row in self.spans for span in row), default=self.start) - self.start
 
     def busy(self, rank: int) -> float:
         """For how long a rank computes."""
@@ -76,10 +76,10 @@ class Timeline:
     def _lines(self) -> list[Text]:
         lines = [Text(f"{self.title}; bubble {self.bubble:.1%}")]
         shortest = min((span.end - span.start for row in self.spans for span in row), default=0.0)
-        if not shortest:
+        if not self.seconds:
             return lines
         widest = 1 + max(len(str(span.action)) for row in self.spans for span in row)
-        scale = min(widest / shortest, max(_MAX_WIDTH / self.seconds, 1 / shortest))
+        scale = min(widest / shortest, _MAX_WIDTH / self.seconds) if shortest else _MAX_WIDTH / self.seconds
         return lines + [self._line(rank, row, scale) for rank, row in enumerate(self.spans)]
 
     def _line(self, rank: int, row: Sequence[Span], scale: float) -> Text:
@@ -94,3 +94,38 @@ class Timeline:
             filling = "-" if width > len(name) + 1 and name == str(span.action) else " "
             line.append(name.ljust(width, filling), _STYLES[span.action.kind])
         return line
+
+
+class Stamps:
+    """Measures a step while it is computed, and waits for nothing: times are arrays that MLX computes behind others."""
+
+    stream = mx.new_thread_local_stream(mx.cpu)
+
+    def __init__(self) -> None:
+        self._start = self._after([])
+        self._actions: list[tuple[Action, mx.array | None, mx.array | None]] = []
+
+    def begin(self, action: Action, received: Sequence[mx.array]) -> None:
+        """An action begins once ``received`` is here, and the action before has ended. Called before it is started:
+        MLX may not return from ``mx.async_eval`` until most of it is computed."""
+        self._actions.append((action, self._after(received) if received else None, None))
+
+    def end(self, computed: Sequence[mx.array]) -> None:
+        """The last one ends once ``computed`` is; nothing: it takes no time."""
+        if computed:
+            self._actions[-1] = (*self._actions[-1][:2], self._after(computed))
+
+    def timeline(self, title: str) -> Timeline:
+        """Waits for the step."""
+        start = previous = self._start.item() / 1e9
+        spans = []
+        for action, received, computed in self._actions:
+            begin = previous if received is None else max(previous, received.item() / 1e9)
+            previous = begin if computed is None else max(begin, computed.item() / 1e9)
+            spans.append(Span(action, begin, previous))
+        return Timeline(title, (tuple(spans),), start)
+
+    def _after(self, arrays: Sequence[mx.array]) -> mx.array:
+        time: mx.array = bridge.time_stamp(list(arrays), self.stream)
+        mx.async_eval(time)
+        return time

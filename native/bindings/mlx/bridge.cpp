@@ -17,6 +17,7 @@
 #include "call_site.h"
 #include "operations.h"
 #include "stream_task.h"
+#include "time_stamp.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -134,6 +135,8 @@ NB_MODULE(_bridge, m) {
 
   m.def("connect", &connect, "group"_a, "Makes the engine's group (its address; 0: a group of one) usable by MLX.");
   define_operations(m);
+  m.def("time_stamp", &time_stamp, "inputs"_a, "stream"_a = nb::none(),
+        "When the inputs are computed: nanoseconds of a monotonic clock, an array of shape ().");
   m.def("expert_matmul", &expert_matmul, "rows"_a, "weights"_a, "experts"_a,
         "(tokens, k, out): the matrices (experts, out, in) of this rank's experts by rows (tokens, k or 1, in), zeros "
         "for others; float32, on the CPU.");
