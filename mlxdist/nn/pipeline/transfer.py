@@ -21,11 +21,12 @@ class Transfer(Channel):
     has no more than its elements.
 
     A receive is an operation of MLX: one that is started early (``mx.async_eval``) arrives while this rank computes,
-    into memory of its own. Receives have a stream of their own, so that a message which its receiver does not want yet
-    delays none that comes.
+    into memory of its own. Sends, receives and results have a stream each, so that one that waits for another stage
+    delays none of the others.
     """
 
     incoming = mx.new_thread_local_stream(mx.cpu)
+    results = mx.new_thread_local_stream(mx.cpu)
 
     def send(
         self, arrays: Sequence[mx.array], to: int, boundary: Boundary, after: Sequence[mx.array] = ()
@@ -61,7 +62,7 @@ class Transfer(Channel):
 
     def broadcast(self, x: mx.array, root: int) -> mx.array:
         """``x`` of a stage on all stages."""
-        return broadcast(x, root, group=self.group, stream=self.stream)
+        return broadcast(x, root, group=self.group, stream=self.results)
 
 
 class GradientTransfer(Transfer):
