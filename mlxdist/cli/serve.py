@@ -38,6 +38,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @host_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
+@click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -103,7 +104,7 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))
 
@@ -114,7 +115,9 @@ def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
     for parameter in context.command.params:
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
             value = given[parameter.name]
-            words += [parameter.opts[0], json.dumps(value) if isinstance(value, dict) else str(value)]
+            words.append(parameter.opts[0])
+            if not isinstance(value, bool):
+                words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return words
 
 

@@ -14,7 +14,17 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from .pipeline import Action, Schedule, Stage, StagePlan, Timeline, pipeline_parallel, pipeline_schedule, plan_stages
+from .pipeline import (
+    Action,
+    PipelineBatchGenerator,
+    Schedule,
+    Stage,
+    StagePlan,
+    Timeline,
+    pipeline_parallel,
+    pipeline_schedule,
+    plan_stages,
+)
 from .sharding.plan import Plan, Shard, plan_shards
 from .sharding.verify import Verification, verify
 from .split_block import SplitBlock, SplitModel, Submissions
@@ -44,6 +54,7 @@ __all__ = [
     "ParallelAttention",
     "ParallelLMHead",
     "ParallelMLP",
+    "PipelineBatchGenerator",
     "Plan",
     "QuantizedColumnParallelLinear",
     "QuantizedParallelLMHead",

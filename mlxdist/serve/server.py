@@ -41,6 +41,7 @@ class ServeOptions:
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
+        pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
@@ -54,6 +55,7 @@ class ServeOptions:
     model: str
     host: str = "127.0.0.1"
     port: int = 8080
+    pipeline: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
@@ -87,7 +89,8 @@ def serve(options: ServeOptions) -> int:
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
         http = _listen(options, frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if http is None else http.listening():
-        model, tokenizer = load_sharded(directory, group, on_report=lambda report: _report(report, group))
+        stages = group.size() if options.pipeline else 1
+        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
         with agreed("serve", group):
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")

@@ -1,4 +1,4 @@
-"""What every rank does in a step: rank 0's decisions, then one step of mlx-lm's BatchGenerator.
+"""What every rank does in a step: rank 0's decisions, then one step of mlx-lm's BatchGenerator, or of one of several.
 
 All that changes the batch or the prefix cache comes from the decisions or from tokens, which are the same on all ranks.
 Nothing here reads a clock, a socket or the size of a shard.
@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import _make_logits_processors
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
+from mlxdist.nn.pipeline import PipelineBatchGenerator
 
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
@@ -73,13 +74,18 @@ class Worker:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
         self._model, self._tokenizer = model, tokenizer
-        self._generator = BatchGenerator(
-            model,
-            completion_batch_size=limits.decode_concurrency,
-            prefill_batch_size=limits.prompt_concurrency,
-            prefill_step_size=limits.prefill_step_size,
-            stream=mx.default_stream(mx.default_device()),
-        )
+        stages = model.stage.stages if hasattr(model, "stage") else 1
+        # In stages each step is one of a batch of several, which have the places together.
+        sizes = {
+            "completion_batch_size": -(-limits.decode_concurrency // stages),
+            "prefill_batch_size": -(-limits.prompt_concurrency // stages),
+            "prefill_step_size": limits.prefill_step_size,
+        }
+        self._generator: Any
+        if stages > 1:
+            self._generator = PipelineBatchGenerator(model, **sizes)
+        else:
+            self._generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()), **sizes)
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0

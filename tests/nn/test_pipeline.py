@@ -39,6 +39,12 @@ def test_generators_of_mlx_lm(run_ranks, name, ranks):
     equal(run_ranks, ranks, "generation", name)
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3, 4))])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=LONG) for name in ("gpt_oss", "qwen3_next"))])
+def test_several_batches_on_their_way(run_ranks, name, ranks):
+    equal(run_ranks, ranks, "in_flight", name)
+
+
 @LONG
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_without_communication(run_ranks, ranks):

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import save_config, save_model
 
 import mlxdist
-from mlxdist.nn import load_sharded, pipeline_parallel, plan_shards, plan_stages, shard_model
+from mlxdist.nn import PipelineBatchGenerator, load_sharded, pipeline_parallel, plan_shards, plan_stages, shard_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -119,6 +119,41 @@ def same_batches(full, model):
         found.append([tokens[uid] for uid in order])
         generator.close()
     assert found[0] == found[1], found
+
+
+def in_flight(name):
+    """1 to 8 requests in several batches, some of which end early, come later or are removed: as one process."""
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    pipeline_parallel(model, group)
+    prompts = [PROMPT[0][start : start + 2 + 3 * (start % 3)] for start in range(8)]
+    for count, options in [(1, {}), (2, {}), (5, {"max_kv_size": 8}), (8, {"prefill_batch_size": 1})]:
+        if options and hasattr(model, "make_cache"):
+            options = {}
+        wanted = BatchGenerator(full, prefill_step_size=4, **options)
+        generator = PipelineBatchGenerator(model, prefill_step_size=4, **options)
+        found = [tokens_of(one, prompts[:count], prompts[7:]) for one in (wanted, generator)]
+        assert found[0] == found[1], (count, found)
+        assert generator.next() == ([], [])
+        generator.close()
+    assert len(set(map(tuple, found[0].values()))) > 1
+
+
+def tokens_of(generator, prompts, late):
+    """Of each request; one comes later, and one is removed once it has generated three."""
+    numbers = generator.insert(prompts, max_tokens=[7 + row % 3 for row in range(len(prompts))])
+    tokens, left, removed = {number: [] for number in numbers}, set(numbers), 2 if len(numbers) > 3 else None
+    while left:
+        for response in generator.next()[1]:
+            tokens.setdefault(response.uid, []).append(response.token)
+            left -= {response.uid} if response.finish_reason else set()
+        if late and len(tokens[numbers[0]]) == 2:
+            left.update(generator.insert(late, max_tokens=[6]))
+            late = []
+        if len(tokens.get(removed, ())) == 3:
+            assert list(generator.remove([removed], return_prompt_caches=True)) == [removed]
+            left.remove(removed)
+            tokens.pop(removed)
+    return tokens
 
 
 def stages(name):

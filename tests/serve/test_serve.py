@@ -23,10 +23,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module", params=[2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+    scope="module",
+    params=["2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1", "3", "2 stages", "3 stages"))],
 )
 def server(request, model):
-    with ServerProcess(model, request.param, "--prefill-step-size", 16) as server:
+    ranks, *stages = request.param.split()
+    options = ["--pipeline"] if stages else []
+    with ServerProcess(model, int(ranks), "--prefill-step-size", 16, *options) as server:
         yield server
         assert server.stop() == 0, "".join(server.lines)
 
