@@ -12,8 +12,17 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import Check, flag, list_of, number, one_of, plain_text, positive, read_bounded
+from mlxdist.nn.pipeline.schedule import SCHEDULES
 
-__all__ = ["CheckpointConfig", "ControlConfig", "MeshConfig", "PrecisionConfig", "ShardConfig", "TrainConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "ControlConfig",
+    "MeshConfig",
+    "PipelineConfig",
+    "PrecisionConfig",
+    "ShardConfig",
+    "TrainConfig",
+]
 
 _MAX_BYTES = 1_000_000
 _MAX_STEPS = 2**53
@@ -50,10 +59,23 @@ def _arguments(name: str, value: Any) -> dict[str, Any]:
 class MeshConfig:
     """``[mesh]``: the sizes of the axes; see :func:`mlxdist.mesh`. By default all ranks are along dp."""
 
+    pp: int = _setting(1, _rank_count)
     dp: int = _setting(-1, _rank_count)
     fsdp: int = _setting(1, _rank_count)
     cp: int = _setting(1, _rank_count)
     tp: int = _setting(1, _rank_count)
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """``[pipeline]``: for an axis pp of more than one rank; see :func:`mlxdist.nn.pipeline_schedule`.
+
+    ``weights``: the speeds of the stages; "compute" is what `mlxdist calibrate` has measured.
+    """
+
+    schedule: str = _setting("1f1b", one_of(SCHEDULES))
+    virtual: int = _setting(1, number(1, 1024))
+    weights: str = _setting("equal", one_of(("equal", "compute")))
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,7 @@ class ControlConfig:
 
 _TABLES = {
     "mesh": MeshConfig,
+    "pipeline": PipelineConfig,
     "fully_shard": ShardConfig,
     "precision": PrecisionConfig,
     "checkpoints": CheckpointConfig,
@@ -145,6 +168,7 @@ class TrainConfig:
     report_to: str = _setting("", _text)
     project_name: str = _setting("", _text)
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     fully_shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()

@@ -13,14 +13,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.context import context_parallel
+from mlxdist.nn.pipeline import pipeline_parallel, plan_stages
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.nn.sharding.plan import plan_shards, shard_model
+from mlxdist.nn.sharding.plan.parameters import dtype_name
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint import Checkpoints
+from .checkpoint.ranks import gather
 from .config import TrainConfig
+from .flops import FlopsPerToken, flops_per_token
 from .fully_sharded import fully_shard
 from .mixed_precision import MixedPrecision
 from .model_folder import require_no_folder, write_model_folder
@@ -50,8 +54,10 @@ def open_tokenizer(config: TrainConfig, group: Group) -> Any:
             raise InvalidArgument(f"the tokenizer of {config.model} cannot be loaded: {error}") from error
 
 
-def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> nn.Module:
-    """This rank's part of the model, with only what is trained unfrozen; parameters are lazy until they are cut.
+def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[nn.Module, FlopsPerToken]:
+    """This rank's part of the model, with only what is trained unfrozen, and the cost of a token in the full one.
+
+    Parameters are lazy until they are cut.
 
     Raises:
         InvalidArgument: on all ranks: there is no such model, or it has fewer layers; ``lora_parameters`` are wrong;
@@ -65,17 +71,40 @@ def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> nn.Module:
         with agreed("train", mesh.group):
             mx.random.seed(seed)  # where mlx-lm does; sharding has drawn numbers since
             _freeze(model, config)
+    flops = flops_per_token(model, config.max_seq_length)
     context_parallel(model, mesh["cp"], config.context_parallel)
+    is_pipeline = mesh.size("pp") > 1
+    if is_pipeline:  # whose layers are others to mx.checkpoint; those of fully_shard have to be sharded before
+        _checkpoint_layers(config, model)
+        _make_stage(config, model, mesh)
     if mesh.size("fsdp") > 1:
         options = dataclasses.asdict(config.fully_shard)
         fully_shard(model, mesh=mesh, compute_dtype=_DTYPES.get(config.precision.dtype), **options)
+    if not is_pipeline:
+        _checkpoint_layers(config, model)
+    model.train()
+    return model, flops
+
+
+def _checkpoint_layers(config: TrainConfig, model: nn.Module) -> None:
     if config.grad_checkpoint:
         from mlx_lm.tuner.trainer import grad_checkpoint
 
         for layer in {type(layer): layer for layer in model.layers}.values():
             grad_checkpoint(layer)
-    model.train()
-    return model
+
+
+def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
+    """The layers of this rank alone. What passes between stages has the dtype that the model computes in."""
+    parameters: Any = tree_flatten(model.parameters())
+    if (dtype := _DTYPES.get(config.precision.dtype)) is not None:
+        model.set_dtype(dtype)
+    weights = None if config.pipeline.weights == "equal" else config.pipeline.weights
+    with agreed("train", mesh.group):
+        plan = plan_stages(model, mesh.size("pp"), weights=weights, virtual=config.pipeline.virtual)
+    pipeline_parallel(model, mesh["pp"], plan)
+    held = {path for path, _ in tree_flatten(model.parameters())}
+    model.update(tree_unflatten([pair for pair in parameters if pair[0] in held]))
 
 
 def _open_random(config: TrainConfig) -> nn.Module:
@@ -162,7 +191,10 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     is_writer = mesh.group.rank() == 0
     known = cuts(model)
     trained: Any = tree_flatten(model.trainable_parameters())
-    full = [(path, mx.zeros(known[path].shape, array.dtype)) for path, array in trained] if is_writer else []
+    own = {path: (known[path].shape, dtype_name(array)) for path, array in trained}
+    everyones = {path: found for rank in gather(own, mesh["pp"]) for path, found in rank.items()}  # of all stages
+    arrays = [(path, mx.zeros(shape, getattr(mx, dtype))) for path, (shape, dtype) in everyones.items()]  # lazy
+    full = arrays if is_writer else []
     # The other ranks, too, load something: the seed.
     state = {"model": tree_unflatten(full) if full else {}, "seeds": {"seed": 0}}
     checkpoints.load(state)

@@ -27,7 +27,6 @@ from .clipping import clip_grad_norm
 from .config import TrainConfig
 from .control import Control
 from .datasets import load_dataset
-from .flops import flops_per_token
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
@@ -52,17 +51,22 @@ def train(config: TrainConfig) -> float:
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     seeds = Seeds(config.seed, mesh=mesh)
     batches, validation = _batches(config, seeds.seed, mesh)
-    model = make_model(config, seeds.seed, mesh)
+    model, flops = make_model(config, seeds.seed, mesh)
     optimizer = make_optimizer(config, model, mesh)
 
     data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
     loss_of = partial(masked_loss, cp=mesh["cp"])
     mixed = optimizer if isinstance(optimizer, MixedPrecision) else None
     trained_loss = loss_of if mixed is None else partial(_scaled_loss, loss_of, mixed)
-    loss_and_gradients = value_and_grad(model, trained_loss, mesh=mesh, accumulate=config.grad_accumulation_steps)
+    loss_and_gradients = value_and_grad(
+        model,
+        trained_loss,
+        mesh=mesh,
+        accumulate=config.grad_accumulation_steps,
+        schedule=config.pipeline.schedule if mesh.size("pp") > 1 else None,
+    )
     # A scaled loss has a guard of its own.
     guard = None if mixed is not None and mixed.is_scaled else GradientGuard(mesh.group)
-    flops = flops_per_token(model, config.max_seq_length)
     throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
     settings, stopped = config.checkpoints, False

@@ -112,6 +112,7 @@ def require_equal(directory: Path, reference: Path, tolerance: float = TOLERANCE
 MESHES = [
     pytest.param(2, "[mesh]\ndp = 2", {}, id="dp=2"),
     pytest.param(2, "[mesh]\nfsdp = 2", {}, id="fsdp=2"),
+    pytest.param(2, "[mesh]\npp = 2", {}, id="pp=2"),
     *(
         pytest.param(ranks, tables, changed, id=name, marks=LONG)
         for name, ranks, tables, changed in [
@@ -132,6 +133,18 @@ MESHES = [
             ("fsdp=2 cp=2", 4, "[mesh]\nfsdp = 2\ncp = 2", {}),
             ("fsdp=2 tp=2", 4, "[mesh]\nfsdp = 2\ntp = 2", {}),
             ("cp=2 tp=2", 4, "[mesh]\ncp = 2\ntp = 2", {}),
+            ("pp=3", 3, "[mesh]\npp = 3", {"grad_accumulation_steps": 2}),
+            ("gpipe", 2, '[mesh]\npp = 2\n[pipeline]\nschedule = "gpipe"\nvirtual = 2', {"grad_accumulation_steps": 4}),
+            ("zero_bubble", 2, '[mesh]\npp = 2\n[pipeline]\nschedule = "zero_bubble"', {"grad_accumulation_steps": 4}),
+            ("pp=2 dp=2", 4, "[mesh]\npp = 2\ndp = 2", {"grad_accumulation_steps": 2}),
+            ("pp=2 tp=2", 4, "[mesh]\npp = 2\ntp = 2", {"grad_accumulation_steps": 2}),
+            ("pp=2 cp=2", 4, "[mesh]\npp = 2\ncp = 2", {"grad_accumulation_steps": 2}),
+            (
+                "pp=2 fsdp=2 checkpointed",
+                4,
+                "[mesh]\npp = 2\nfsdp = 2\n[fully_shard]\nstage = 1",
+                {"grad_accumulation_steps": 2, "grad_checkpoint": True},
+            ),
             ("dp=2 accumulated", 2, "", {"grad_accumulation_steps": 2}),
             ("fsdp=2 accumulated", 2, "[mesh]\nfsdp = 2", {"grad_accumulation_steps": 2}),
             ("stage=1 accumulated", 2, "[mesh]\nfsdp = 2\n[fully_shard]\nstage = 1", {"grad_accumulation_steps": 2}),
@@ -166,6 +179,8 @@ def test_experts_equal_to_one_process(folder, one, tmp_path, tables):
         pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\nfsdp = 2", marks=LONG),
         pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\ntp = 2", marks=LONG),
         pytest.param(2, "[mesh]\ntp = 2", "[mesh]\ndp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\npp = 2", "[mesh]\npp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\npp = 2", "[mesh]\nfsdp = 2", marks=LONG),
         pytest.param(4, "[mesh]\nfsdp = 2\ndp = 2", "[mesh]\nfsdp = 4", marks=LONG),
     ],
 )

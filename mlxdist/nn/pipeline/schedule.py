@@ -24,9 +24,9 @@ from mlxdist.nn.partition import require_counts
 from ..sharding.plan.table import size
 from .timeline import Action, Span, Timeline
 
-__all__ = ["Schedule", "pipeline_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "pipeline_schedule"]
 
-_NAMES = ("gpipe", "1f1b", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 
 
 class _Event(NamedTuple):
@@ -204,8 +204,8 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int =
     Raises:
         InvalidArgument: there is no such schedule, or a number is no positive integer.
     """
-    if name not in _NAMES:
-        raise InvalidArgument(f"pipeline_schedule: there is no schedule {name!r}; there are {', '.join(_NAMES)}")
+    if name not in SCHEDULES:
+        raise InvalidArgument(f"pipeline_schedule: there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     require_counts("pipeline_schedule", stages=stages, micro_batches=micro_batches, virtual=virtual)
     if stages > MAX_RANKS:
         raise InvalidArgument(f"pipeline_schedule: stages must be from 1 to {MAX_RANKS}, not {stages}")
