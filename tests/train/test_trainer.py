@@ -181,6 +181,7 @@ def test_experts_equal_to_one_process(folder, one, tmp_path, tables):
         pytest.param(2, "[mesh]\ntp = 2", "[mesh]\ndp = 2", marks=LONG),
         pytest.param(2, "[mesh]\npp = 2", "[mesh]\npp = 2", marks=LONG),
         pytest.param(2, "[mesh]\npp = 2", "[mesh]\nfsdp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\npp = 2", marks=LONG),
         pytest.param(4, "[mesh]\nfsdp = 2\ndp = 2", "[mesh]\nfsdp = 4", marks=LONG),
     ],
 )

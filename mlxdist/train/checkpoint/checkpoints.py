@@ -225,9 +225,12 @@ class Checkpoints:
         def check() -> Any:
             nonlocal state, of_rank
             state, of_rank = self._collected("load", tree, own, cuts)
-            return [None if step is None else _checked_number(".load: step", step, 0, sys.maxsize), other_run]
+            number = None if step is None else _checked_number(".load: step", step, 0, sys.maxsize)
+            return [[number, other_run], sorted(state.parameters)]
 
-        _require_equal(".load", "step and other_run", together(check, self._group))
+        answers = together(check, self._group)
+        _require_equal(".load", "step and other_run", [answer[0] for answer in answers])
+        state.elsewhere = frozenset().union(*(answer[1] for answer in answers)) - state.parameters
         problems = Problems()
         for reader in complete("Checkpoints.load", self._directory, self._group, problems):
             manifest = reader.manifest

@@ -47,6 +47,8 @@ def _wanted(manifest: Manifest, state: State) -> Iterator[tuple[str, Cut | None]
             cut = state.cuts.get(path)
             yield path, None if cut is None or (cut.is_full and not _is_parameter(path, state)) else cut
     for path in (*manifest.arrays, *manifest.values):
+        if state.elsewhere and state.is_elsewhere(path):
+            continue
         if any(_is_below(path, above) for above in state.stateful):
             cut = state.cut_of_parameter(path)
             is_same = path in manifest.arrays and cut is not None and cut.shape == manifest.arrays[path].shape

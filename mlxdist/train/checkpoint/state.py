@@ -33,6 +33,7 @@ class State:
         modules: how the parameters of each model are cut.
         stateful: the paths of objects with a state. What is below them may be less than what a checkpoint has: an
             optimizer that has done no step has no moments.
+        elsewhere: the parameters of the models that other ranks have, and this one has not: of other stages.
     """
 
     arrays: dict[str, mx.array] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, Cut]] = field(default_factory=dict)
     stateful: list[str] = field(default_factory=list)
+    elsewhere: frozenset[str] = frozenset()
 
     def __or__(self, other: "State") -> "State":
         return State(
@@ -48,7 +50,13 @@ class State:
             self.values | other.values,
             self.modules | other.modules,
             self.stateful + other.stateful,
+            self.elsewhere | other.elsewhere,
         )
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters of all models, in these."""
+        return {name for cuts in self.modules.values() for name in cuts}
 
     def add_cut(self, path: str, array: mx.array) -> None:
         """Of an array that belongs to no module: that of the parameter for which an optimizer has it."""
@@ -70,13 +78,16 @@ class State:
 
         Of several modules that one which is nearest in the tree.
         """
-        names = path.split(".")
+        parts = list(_parts(path))
         found: dict[str, Cut] = {}
         for module, cuts in self.modules.items():
-            spans = ((a, b) for a in range(len(names)) for b in range(len(names), a, -1))
-            if match := next((part for a, b in spans if (part := ".".join(names[a:b])) in cuts), None):
+            if match := next((part for part in parts if part in cuts), None):
                 found[module] = cuts[match]
         return found[max(found, key=lambda module: _common(module, path))] if found else None
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Whether that is of a parameter which only other ranks have."""
+        return self.cut_of_parameter(path) is None and any(part in self.elsewhere for part in _parts(path))
 
 
 def collect(
@@ -189,6 +200,12 @@ def _join(path: str, key: str | int) -> str:
     if not path or path.endswith("/"):
         return f"{path}{key}"
     return f"{path}.{key}"
+
+
+def _parts(path: str) -> Iterator[str]:
+    """Of "a.b.c": "a.b.c", "a.b", "a", "b.c", "b", "c"."""
+    names = path.split(".")
+    return (".".join(names[a:b]) for a in range(len(names)) for b in range(len(names), a, -1))
 
 
 def _common(a: str, b: str) -> int:
