@@ -42,10 +42,9 @@ def test_gradient_checkpointing_with_a_sharded_optimizer(run_ranks):
     equal(run_ranks, 4, "with_sharded_optimizer", "qwen3", "checkpointed")
 
 
-@LONG
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_adapters(run_ranks, ranks):
-    equal(run_ranks, ranks, "adapters", "qwen3")
+@pytest.mark.parametrize(("ranks", "layers"), [(2, 1), *(pytest.param(*case, marks=LONG) for case in [(2, 4), (3, 2)])])
+def test_adapters_on_the_last_layers(run_ranks, ranks, layers):
+    equal(run_ranks, ranks, "adapters", "qwen3", layers)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])

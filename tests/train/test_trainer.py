@@ -243,6 +243,7 @@ def fine_tuning(folder: Path, tables: str = "", **changed: object) -> str:
         pytest.param(2, "[mesh]\ntp = 2", marks=LONG),
         pytest.param(2, "[mesh]\nfsdp = 2", marks=LONG),
         pytest.param(2, "[mesh]\ncp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\npp = 2", marks=LONG),
         pytest.param(3, "[mesh]\nfsdp = 3", marks=LONG),
     ],
 )

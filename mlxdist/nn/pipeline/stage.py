@@ -93,7 +93,10 @@ class Stage:
         self._run: _Run | None = None
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
         self.stamps: Stamps | None = None
-        self._shared: dict[tuple[int, ...], Group] | None = None
+        holders = {tuple(stages_of(when, self.stages)) for when in layers.outside.values()}
+        shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
+        groups = {ranks: group.split(0 if self.index in ranks else -1) for ranks in shared}
+        self._shared = {ranks: own for ranks, own in groups.items() if own is not None}
 
     @property
     def is_first(self) -> bool:
@@ -237,12 +240,7 @@ class Stage:
         return number is None or number in self.chunks[chunk]
 
     def group_of(self, path: str) -> Group | None:
-        """The stages that hold a parameter, if there are several. Collective when it is first called."""
-        if self._shared is None:
-            holders = {tuple(stages_of(when, self.stages)) for when in self._layers.outside.values()}
-            shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
-            groups = {ranks: self.group.split(0 if self.index in ranks else -1) for ranks in shared}
-            self._shared = {ranks: group for ranks, group in groups.items() if group is not None}
+        """The stages that hold a parameter, if there are several."""
         return self._shared.get(tuple(self.holders(path)))
 
     def _layer_of(self, path: str) -> int | None:
