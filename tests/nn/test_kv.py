@@ -1,5 +1,6 @@
 """`mlxdist.kv`: a prompt that one rank has computed is gone on with by another, bitwise as by one process."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from guides import program_of
 pytest.importorskip("mlx_lm")
 
 LONG = pytest.mark.long
+GUIDE = Path(__file__).parents[2] / "docs" / "kv.md"
 # Keys and values; two kinds in one model; a cache without length; lists of caches; latent attention.
 TYPICAL = ["qwen3", "gpt_oss", "mamba", "falcon_h1", "deepseek_v3"]
 
@@ -47,9 +49,110 @@ def test_a_sender_that_dies(run_ranks):
     assert "right" in outputs[1]
 
 
+# tp x pp of the ranks that compute prompts, and of those that go on.
+@pytest.mark.parametrize(
+    "senders, receivers, made, names",
+    [
+        ("2x1", "1x1", "plain", ["qwen3", "gpt_oss", "falcon_h1"]),
+        ("1x1", "1x2", "plain", ["qwen3"]),
+        pytest.param("1x1", "2x1", "plain", ["qwen3", "phi3", "gpt_neox", "deepseek_v3", "falcon_h1"], marks=LONG),
+        pytest.param("1x2", "1x1", "plain", ["qwen3", "mamba", "deepseek_v2"], marks=LONG),
+        pytest.param("2x1", "2x1", "plain", ["qwen3"], marks=LONG),
+        pytest.param("1x2", "2x1", "plain", ["qwen3", "gpt_oss", "mamba", "deepseek_v3", "falcon_h1"], marks=LONG),
+        pytest.param("2x1", "1x2", "plain", ["qwen3", "gpt_oss", "falcon_h1"], marks=LONG),
+        pytest.param("2x2", "1x1", "plain", ["qwen3"], marks=LONG),
+        # Fewer KV heads than ranks, and uneven shares; a query head has a copy of its KV head.
+        pytest.param("2x1", "4x1", "plain", ["qwen3", "gpt_oss"], marks=LONG),
+        pytest.param("4x1", "1x1", "plain", ["qwen3"], marks=LONG),
+        pytest.param("3x1", "2x1", "plain", ["qwen3:6,3"], marks=LONG),
+        pytest.param("2x1:3,1", "1x1", "plain", ["qwen3:8,4", "gpt2:4,4", "qwen3:3,1"], marks=LONG),
+        pytest.param("1x1", "2x1:1,3", "plain", ["qwen3:8,4", "qwen3:3,1"], marks=LONG),
+        *[
+            pytest.param(*grids, made, ["qwen3"], marks=LONG)
+            for made in ("quantized", "rotating", "rows")
+            for grids in (("2x1", "1x2"), ("1x2", "2x1"))
+        ],
+    ],
+)
+def test_sides_with_other_shards_and_stages(run_ranks, senders, receivers, made, names):
+    right(run_ranks, ranks_of(senders) + ranks_of(receivers), "sides", senders, receivers, made, *names)
+
+
+@LONG
+@pytest.mark.parametrize("side", ["2x1", "1x2"])
+def test_ranks_with_the_same_shards_and_stages(run_ranks, side):
+    right(run_ranks, 4, "same_parts", side)
+
+
+# States of sharded recurrent layers; keys that another layer or one outside of the layers has made; keys of an index.
+NOT_KNOWN = ["hunyuan", "iquestloopcoder", "kimi_k3", "longcat_flash_ngram", "minimax_m3_vl", "qwen3_5", "qwen3_5_moe"]
+
+
+@LONG
+def test_shards_of_every_model_file(run_ranks):
+    names = [name for name in tiny_models.compared_files() if name != "deepseek_v41"]
+    specs = [f"-{name}" if name in NOT_KNOWN else name for name in names]
+    right(run_ranks, 3, "sides", "2x1", "1x1", "plain", *specs, timeout=500)
+
+
+@pytest.mark.parametrize("senders, receivers", [pytest.param("4x1", "1x1", marks=LONG), ("2x1", "1x2")])
+def test_what_several_senders_have_is_sent_once(run_ranks, senders, receivers):
+    right(run_ranks, ranks_of(senders) + ranks_of(receivers), "bytes_of_sides", senders, receivers, "qwen3")
+
+
+def test_sides_that_do_not_fit(run_ranks):
+    right(run_ranks, 3, "bad_sides")
+
+
+@LONG
+def test_ranks_that_do_not_fit(run_ranks):
+    right(run_ranks, 2, "bad_pairs")
+
+
+OFFER = '{"name": "%s", "state": %s, "listed": false, "heads": [%s], "total": 2, "widths": [8, 8]}'
+ARRAY = '{"shape": [1, 2, 3, %s], "dtype": "float32"}'
+
+
+@LONG
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "3",
+        '[[{"name": "KVCache"}]]',
+        f"[[{OFFER % ('os', '[]', '')}]]",
+        f"[[{OFFER % ('CacheList', '[]', '')}]]",
+        f"[[{OFFER % ('KVCache', '[null, null, 0]', '0, 2')}]]",
+        f"[[{OFFER % ('KVCache', f'[{ARRAY % 8}, {ARRAY % 8}, 3]', '0')}]]",
+        f"[[{OFFER % ('KVCache', f'[{ARRAY % 8}, {ARRAY % -8}, 3]', '0, 1')}]]",
+        f"[[{OFFER % ('KVCache', f'[{ARRAY % 8}, {ARRAY % 9}, 3]', '0, 1')}]]",
+    ],
+)
+def test_bytes_that_describe_no_part_of_a_cache(run_ranks, layers):
+    right(run_ranks, 2, "bad_offers", layers)
+
+
+def test_one_of_the_senders_dies(run_ranks):
+    outputs = run_ranks("kv.py", 3, "lost_sender", status=9)
+    assert "right" in outputs[0] and "right" in outputs[2]
+
+
 def test_the_program_of_the_guide(run_ranks, tmp_path):
-    first, second = run_ranks(program_of(Path(__file__).parents[2] / "docs" / "kv.md", tmp_path), 2)
+    first, second = run_ranks(program_of(GUIDE, tmp_path), 2)
     assert first == "" and len(second.split()) == 8
+
+
+@LONG
+def test_the_shards_and_stages_of_the_guide(run_ranks, tmp_path):
+    """Its second program goes on where the first has made the model, and prints the same tokens."""
+    first, second = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "second.py").write_text(first.partition("if rank == 0")[0] + second)
+    _, tokens = run_ranks(program_of(GUIDE, tmp_path), 2)
+    assert run_ranks(tmp_path / "second.py", 4) == ["", "", tokens, tokens]
+
+
+def ranks_of(side):
+    tp, pp = side.partition(":")[0].split("x")
+    return int(tp) * int(pp)
 
 
 def right(run_ranks, ranks, *arguments, **options):

@@ -20,7 +20,19 @@ from ..sharding.plan.block import source_of
 from ..sharding.plan.parameters import dtype_name
 from .elsewhere import holds_parameters_alone, is_known
 
-__all__ = ["Boundary", "Layers", "Like", "Passed", "at", "find_layers", "subclass", "with_value"]
+__all__ = [
+    "Boundary",
+    "Layers",
+    "Like",
+    "Passed",
+    "at",
+    "find_layers",
+    "is_cache",
+    "leaves",
+    "subclass",
+    "with_methods",
+    "with_value",
+]
 
 # Batch and length of the two calls. What differs between the shapes of an array is these. Lengths are even: a shard of
 # a sequence is two equal chunks.
@@ -127,7 +139,7 @@ def find_layers(model: nn.Module) -> Layers:
         tuple(taken),
         tuple(_why_not(ones, taken, number) for number in range(len(layers))),
         tuple(tree_map(_like, one.result, other.result) for one, other in zip(ones, others)),
-        tuple(next((path for path, x in _leaves(call.arguments) if _is_cache(x)), None) for call in ones),
+        tuple(next((path for path, x in leaves(call.arguments) if is_cache(x)), None) for call in ones),
         {path: frozenset(used.get(path, _WHEN)) for path in outside},
     )
 
@@ -190,13 +202,13 @@ def _recorded(
         note(self)
         return kind.get(self, *args)
 
-    with _with_methods(layers, __call__=call_layer), _with_methods(outside.values(), __getitem__=get_item, get=get):
+    with with_methods(layers, __call__=call_layer), with_methods(outside.values(), __getitem__=get_item, get=get):
         model(mx.zeros(shape, mx.int32), cache=make_prompt_cache(model))
     return calls, used
 
 
 @contextmanager
-def _with_methods(modules: Iterable[nn.Module], **methods: Callable[..., Any]) -> Iterator[None]:
+def with_methods(modules: Iterable[nn.Module], **methods: Callable[..., Any]) -> Iterator[None]:
     """Within, modules have other methods, which get their class first."""
     kinds = [(module, type(module)) for module in modules]
     for module, kind in kinds:
@@ -208,7 +220,8 @@ def _with_methods(modules: Iterable[nn.Module], **methods: Callable[..., Any]) -
             module.__class__ = kind
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """What is in a tree, with paths of ``mlx.utils``."""
     flat: Any = tree_flatten(tree) if isinstance(tree, list | tuple | dict) else [("", tree)]
     return flat
 
@@ -223,8 +236,8 @@ def _like(one: Any, other: Any) -> Any:
 
 def _taken(one: _Call, other: _Call, origins: dict[int, int]) -> Boundary:
     """What a layer takes that depends on the tokens: floats with a batch. Masks and positions are the same for all."""
-    others, found = dict(_leaves(other.arguments)), []
-    for path, x in _leaves(one.arguments):
+    others, found = dict(leaves(other.arguments)), []
+    for path, x in leaves(one.arguments):
         if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating):
             like = _like(x, others[path])
             if like.shape[:1] == (_BATCH,):
@@ -237,16 +250,16 @@ def _why_not(calls: Sequence[_Call], taken: Sequence[Boundary], start: int) -> s
     if start == 0:
         return None
     known = {passed.origin for passed in taken[start]}
-    returned = {id(x) for call in calls[start:] for _, x in _leaves(call.result)}
-    caches = {id(x) for call in calls[:start] for _, x in _leaves(call.arguments) if _is_cache(x)}
+    returned = {id(x) for call in calls[start:] for _, x in leaves(call.result)}
+    caches = {id(x) for call in calls[:start] for _, x in leaves(call.arguments) if is_cache(x)}
     for call, boundary in zip(calls[start:], taken[start:]):
         for passed in boundary:
             if passed.origin not in known and id(at(call.arguments, passed.at)) not in returned:
                 return f"layer {call.layer} takes {passed}, which is not what a layer has returned"
-        for _, x in _leaves(call.arguments):
+        for _, x in leaves(call.arguments):
             if id(x) in caches:
                 return f"layer {call.layer} has the cache of an earlier layer"
-            if not (isinstance(x, mx.array | int | float | str | None) or _is_cache(x) and is_known(x)):
+            if not (isinstance(x, mx.array | int | float | str | None) or is_cache(x) and is_known(x)):
                 return f"layer {call.layer} takes a {type(x).__name__}"
     for passed in taken[start]:
         if passed.shape[:1] != (_LENGTH,) or min(passed.shape[1:], default=0) < 0:
@@ -254,5 +267,6 @@ def _why_not(calls: Sequence[_Call], taken: Sequence[Boundary], start: int) -> s
     return None
 
 
-def _is_cache(x: Any) -> bool:
+def is_cache(x: Any) -> bool:
+    """Whether it is a cache as mlx-lm has them."""
     return hasattr(x, "state") and hasattr(x, "nbytes") and not isinstance(x, mx.array)
