@@ -183,7 +183,7 @@ class PipelineGradients(StepGradients):
             if not isinstance(leaf, mx.array):
                 return leaf
             own = leaf if self._stage.is_last else mx.zeros(leaf.shape, leaf.dtype)
-            found = self._transfer.broadcast(own, self._schedule.stages - 1)
+            found = self._transfer.broadcast(own, self._schedule.stages - 1, 0)
             mx.async_eval(found)
             return found
 

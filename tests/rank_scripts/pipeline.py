@@ -121,6 +121,20 @@ def same_batches(full, model):
     assert found[0] == found[1], found
 
 
+def together(name):
+    """Several calls that are evaluated at once: right, or an error on all ranks, and never another call's result."""
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    pipeline_parallel(model, group)
+    parts = [mx.array([row]) for row in ([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12])]
+    results = [model(part) for part in parts]
+    try:
+        mx.eval(results)
+    except mlxdist.Error as error:
+        assert "different calls of a model in stages" in str(error), error
+        return
+    same(name, results, [full(part) for part in parts])
+
+
 def in_flight(name):
     """1 to 8 requests in several batches, some of which end early, come later or are removed: as one process."""
     full, model = tiny_models.build(name), tiny_models.build(name)

@@ -1,5 +1,6 @@
 """Modules and caches of layers that another stage holds: without memory, while shapes and offsets are the real ones."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -56,7 +57,7 @@ def holds_parameters_alone(module: nn.Module) -> bool:
     return any(True for _ in own_arrays(module)) and not any(True for _ in children(module))
 
 
-def advance(cache: Any, batch: int, length: int, after: mx.array | None) -> None:
+def advance(cache: Any, batch: int, length: int, after: Sequence[mx.array]) -> None:
     """Adds ``length`` tokens to the cache of a layer that another stage has: keys and values of width zero.
 
     So mlx-lm's caches count, trim, merge and mask as they do in the other stage. ``after``: what is computed first
@@ -65,8 +66,8 @@ def advance(cache: Any, batch: int, length: int, after: mx.array | None) -> None
     if cache is None:
         return
     nothing = mx.zeros((batch, 1, length, 0))
-    if after is not None:
-        (nothing,) = mx.depends([nothing], [after])
+    if after:
+        (nothing,) = mx.depends([nothing], list(after))
     for part in _parts(cache):
         if hasattr(part, "update_and_fetch"):
             part.update_and_fetch(nothing, nothing)

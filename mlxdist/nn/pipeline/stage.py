@@ -18,6 +18,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.native import bridge
 
 from .elsewhere import advance, drop_layer, drop_parameters
 from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
@@ -93,6 +94,8 @@ class Stage:
         self._run: _Run | None = None
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
         self.stamps: Stamps | None = None
+        self._calls = 0
+        self._received, self._sent = list[mx.array](), list[mx.array]()  # the last of each, of whichever call
         holders = {tuple(stages_of(when, self.stages)) for when in layers.outside.values()}
         shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
         groups = {ranks: group.split(0 if self.index in ranks else -1) for ranks in shared}
@@ -198,7 +201,8 @@ class Stage:
         logits = self._called(run, tokens, *args, **keywords)
         if not self.is_last:  # these are made of zeros: only their shape is right
             (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
-        return self.transfer.broadcast(logits, self.stages - 1)
+        self._calls += 1
+        return self.transfer.broadcast(logits, self.stages - 1, self._calls)
 
     def _call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
         """What a layer of the model does when the model calls it."""
@@ -222,7 +226,7 @@ class Stage:
         """In place of a layer of another stage."""
         batch, length = run.shape
         if (path := self._layers.caches[number]) is not None:
-            advance(at(arguments, path), batch, length, run.messages[-1] if run.messages else None)
+            advance(at(arguments, path), batch, length, run.messages)
         return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
 
     def holders(self, path: str) -> list[int]:
@@ -268,7 +272,7 @@ class Stage:
 class _Run:
     """One call of the model: which layers this rank computes, and what happens where they begin and end.
 
-    ``messages``: of this call so far. Each waits for the one before, so that all ranks have them in one order.
+    ``messages``: of this call so far.
     """
 
     def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
@@ -289,22 +293,34 @@ class _Run:
 
 
 class _ConnectedRun(_Run):
-    """One that receives and sends."""
+    """One that receives and sends.
+
+    Each message waits for the one before, a receive for those of earlier calls, too, and so does a send: MLX may
+    evaluate several calls together, in an order of its own. A receive does not wait for the send of an earlier call, so
+    that one call arrives while another leaves.
+    """
 
     def __init__(self, stage: Stage, transfer: Transfer, shape: Sequence[int]) -> None:
         super().__init__(stage.chunks, shape)
         self.stage, self.transfer = stage, transfer
+        if bridge.traces():  # what is traced must not come into another trace
+            stage._received, stage._sent = [], []
 
     def enter(self, number: int) -> list[mx.array]:
-        before, taken = (self.stage.index - 1) % self.stage.stages, self.stage.taken(number)
+        stage, taken = self.stage, self.stage.taken(number)
         batch, length = self.shape
-        received = self.transfer.recv(taken, batch, length, before, after=self.messages[-1:])
+        before = (stage.index - 1) % stage.stages
+        received = self.transfer.recv(taken, batch, length, before, after=[*stage._received, *self.messages[-1:]])
+        stage._received = received[-1:]
         self.messages += received
         return received
 
     def leave(self, number: int, arrays: list[mx.array]) -> None:
-        behind, taken = (self.stage.index + 1) % self.stage.stages, self.stage.taken(number)
-        self.messages += self.transfer.send(arrays, behind, taken, after=self.messages[-1:])
+        stage = self.stage
+        behind = (stage.index + 1) % stage.stages
+        sent = self.transfer.send(arrays, behind, stage.taken(number), after=[*stage._sent, *self.messages[-1:]])
+        stage._sent = sent[-1:]
+        self.messages += sent
 
 
 def _routed(model: Any, stage: Stage, layers: Layers) -> None:

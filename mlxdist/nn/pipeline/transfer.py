@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.channel import Channel
-from mlxdist.runtime.ops import broadcast
+from mlxdist.runtime.native import bridge
 from mlxdist.runtime.point_to_point import recv, send
 
 from ..sharding.plan.parameters import dtype_name
@@ -54,15 +54,17 @@ class Transfer(Channel):
         """What :meth:`send` sends there, each of shape (batch, length, ...), once ``after`` is computed."""
         received: list[mx.array] = list(after)
         for passed in boundary:
-            token = received[-1] if received else mx.zeros(())
+            token = mx.depends([received[-1]], received[:-1])[0] if received else mx.zeros(())
             shape = (batch, length, *passed.shape[1:])
             x: Any = recv(shape, passed.dtype, src, token=token, group=self.group, stream=self.incoming)
             received.append(x)
         return received[len(after) :]
 
-    def broadcast(self, x: mx.array, root: int) -> mx.array:
-        """``x`` of a stage on all stages."""
-        return broadcast(x, root, group=self.group, stream=self.results)
+    def broadcast(self, x: mx.array, root: int, call: int) -> mx.array:
+        """``x`` of a stage on all stages. Ranks on which MLX evaluates the results of several calls in other orders
+        raise Mismatch, by their number ``call``."""
+        result: mx.array = bridge.broadcast(x, self.group.connection, root, self.results, label=call)
+        return result
 
 
 class GradientTransfer(Transfer):

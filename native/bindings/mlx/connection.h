@@ -42,7 +42,7 @@ struct Peers {
 struct Call {
   double timeout;        /* its deadline in seconds, negative for the group's */
   const char* call_site; /* a text that is never freed */
-  int64_t label = 0;     /* of an all_reduce: what else must be equal on all ranks, such as a hash */
+  int64_t label = 0;     /* of an all_reduce: see labeled() */
 };
 
 /* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and

@@ -136,8 +136,8 @@ class Reduce : public Operation<Reduce, int, int> {
 };
 
 /* Its adjoint reduces all ranks' cotangents to the root. The other ranks' inputs do not count, so their gradient is
- * zero. */
-class Broadcast : public Operation<Broadcast, int> {
+ * zero. Arguments: root, and a label that must be equal on all ranks. */
+class Broadcast : public Operation<Broadcast, int, int64_t> {
  public:
   using Operation::Operation;
   const char* name() const override { return "broadcast"; }
@@ -150,14 +150,15 @@ class Broadcast : public Operation<Broadcast, int> {
     } else {
       allocate_like(in, out);
     }
-    enqueue([data = data_of(out), layout = layout_of(out), root = argument<0>()](mlxdist_group* group) {
+    auto layout = labeled(layout_of(out), argument<1>());
+    enqueue([data = data_of(out), layout, root = argument<0>()](mlxdist_group* group) {
       return mlxdist_broadcast(group, data, &layout, root, nullptr);
     });
   }
 };
 
 std::shared_ptr<Primitive> Reduce::adjoint() {
-  return argument<0>() == MLXDIST_SUM ? make<Broadcast>(argument<1>()) : nullptr;
+  return argument<0>() == MLXDIST_SUM ? make<Broadcast>(argument<1>(), int64_t{0}) : nullptr;
 }
 
 class Scatter : public Operation<Scatter, int> {
@@ -328,7 +329,12 @@ void define_operations(nb::module_& m) {
   define("all_reduce", &AllReduce::build, "op");
   define("all_gather", &AllGather::build, "mlx_gradient");
   define("reduce_scatter", &ReduceScatter::build, "op");
-  define("broadcast", &Broadcast::build, "root");
+  m.def(
+      "broadcast",
+      [](const mx::array& x, std::shared_ptr<Connection> connection, int root, mx::StreamOrDevice s, double timeout,
+         int64_t label) { return Broadcast::build(x, std::move(connection), root, label, s, timeout); },
+      nb::arg("x"), nb::arg("connection"), nb::arg("root"), nb::arg("stream") = nb::none(), nb::arg("timeout") = -1.0,
+      nb::arg("label") = 0);
   define("reduce", &Reduce::build, "op", "root");
   define("gather", &Gather::build, "root");
   define("scatter", &Scatter::build, "root");

@@ -67,11 +67,15 @@ OpContext op_context(std::shared_ptr<Connection> connection, mx::StreamOrDevice 
   return {stream, std::move(connection), {timeout, current_call_site().exact}};
 }
 
+mlxdist_layout labeled(mlxdist_layout layout, int64_t label) {
+  constexpr int last = static_cast<int>(std::size(layout.shape)) - 1;
+  if (layout.ndim <= last) layout.shape[last] = label;
+  return layout;
+}
+
 void enqueue_all_reduce(const OpContext& context, const mx::array& in, mx::array& out, mlxdist_op op) {
   constexpr const char* names[] = {"all_sum", "all_max", "all_min", "all_reduce (prod)"};
-  auto layout = layout_of(in);
-  constexpr int last = static_cast<int>(std::size(layout.shape)) - 1;
-  if (layout.ndim <= last) layout.shape[last] = context.call.label;
+  auto layout = labeled(layout_of(in), context.call.label);
   Connection::enqueue(context.connection, context.stream, context.call, {names[op]},
                       [in = data_of(in), out = data_of(out), layout, op](mlxdist_group* group) {
                         return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);

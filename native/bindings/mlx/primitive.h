@@ -88,6 +88,9 @@ auto call_of(Function* function, const mlx::core::array& in, mlx::core::array& o
 /* out[i] = op over all ranks of in[i], for MLX's operations and ours. `in` is row-contiguous and may be `out`. */
 void enqueue_all_reduce(const OpContext& context, const mlx::core::array& in, mlx::core::array& out, mlxdist_op op);
 
+/* With what else must be equal on all ranks, such as a hash, in the dimension that arrays hardly ever have. */
+mlxdist_layout labeled(mlxdist_layout layout, int64_t label);
+
 /* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and has no other reader. */
 void allocate(mlx::core::array& out);
 void allocate_like(const mlx::core::array& in, mlx::core::array& out);
