@@ -24,7 +24,7 @@ from mlxdist.version import __version__
 from . import signals
 from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, Operation, pid_file, rank_directory, record_file_name
 from .native import bridge, ffi, last_error, lib
-from .step import current_step
+from .step import current_computing, current_step
 
 __all__ = ["Recorder", "explain"]
 
@@ -177,6 +177,7 @@ class Recorder:
             # Not where the engine is stuck: the counters wait for it.
             sent, received = self._traffic() if count else (0, 0)
         step, total_steps = current_step()
+        computing = current_computing()
         threads = _threads()
         return {
             "schema": SCHEMA,
@@ -193,6 +194,10 @@ class Recorder:
             "wall_ns": time.time_ns(),
             "step": step,
             "total_steps": total_steps,
+            "bubble": computing and computing.bubble,
+            "computed": []
+            if computing is None or is_status
+            else [list(span) for span in computing.spans[:MAX_OPERATIONS]],
             "bytes_sent": sent,
             "bytes_received": received,
             "groups": groups,

@@ -9,7 +9,9 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, read_bounded, text
+from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, read_bounded, row_of, text
+
+from .step import Computed
 
 __all__ = [
     "FlightRecord",
@@ -38,6 +40,16 @@ def _groups(name: str, value: Any) -> dict[int, tuple[int, ...]]:
         _GROUP(name, int(id) if re.fullmatch(r"[0-9]{1,5}", id, re.ASCII) else -1): members
         for id, members in _MEMBERS(name, value).items()
     }
+
+
+def _share(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r:.50}, not a share")
+    return float(value)
+
+
+def _computed(name: str, value: Any) -> Computed:
+    return Computed(*row_of(text(32), _ANY, _ANY)(name, value))
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,9 @@ class FlightRecord:
     wall_ns: int = checked(_ANY)
     step: int | None = checked(or_null(_ANY))  # of mlxdist.set_step
     total_steps: int | None = checked(or_null(_ANY))
+    # Of the last step of a stage of a pipeline: the share of the time in which it has computed nothing, and its spans.
+    bubble: float | None = checked(or_null(_share))
+    computed: tuple[Computed, ...] = checked(list_of(_computed, MAX_OPERATIONS))
     bytes_sent: int = checked(_ANY)  # since the beginning
     bytes_received: int = checked(_ANY)
     # The members, ranks of the world, of every group that still exists.

@@ -1,11 +1,38 @@
 """Where in its work the program is, for `mlxdist top` and `mlxdist dump`."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["current_step", "set_step"]
+__all__ = ["Computed", "Computing", "current_computing", "current_step", "set_computing", "set_step"]
 
 _MAX = 2**63 - 1
 
+
+class Computed(NamedTuple):
+    """What a rank has computed, from when to when, by its monotonic clock."""
+
+    name: str
+    started_ns: int
+    ended_ns: int
+
+
+class Computing(NamedTuple):
+    """A step of a rank whose parts are measured, such as that of a stage of a pipeline. ``spans``: one by one."""
+
+    started_ns: int
+    spans: tuple[Computed, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which it computes nothing."""
+        whole = self.spans[-1].ended_ns - self.started_ns if self.spans else 0
+        busy = sum(span.ended_ns - span.started_ns for span in self.spans)
+        return 1 - busy / whole if whole > 0 else 0.0
+
+
+_computing: Computing | None = None
 _current: tuple[int | None, int | None] = (None, None)
 
 
@@ -31,3 +58,15 @@ def set_step(step: int, total: int | None = None) -> None:
 def current_step() -> tuple[int | None, int | None]:
     """What was reported last; None, None if nothing was."""
     return _current
+
+
+def set_computing(started_ns: int, spans: Sequence[Computed]) -> None:
+    """Reports what this rank has computed in its last step. :func:`mlxdist.train.value_and_grad` does for a stage of a
+    pipeline."""
+    global _computing
+    _computing = Computing(started_ns, tuple(spans))
+
+
+def current_computing() -> Computing | None:
+    """What was reported last; None if nothing was."""
+    return _computing

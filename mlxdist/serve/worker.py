@@ -76,7 +76,7 @@ class Worker:
         self._model, self._tokenizer = model, tokenizer
         stages = model.stage.stages if hasattr(model, "stage") else 1
         # In stages each step is one of a batch of several, which have the places together.
-        sizes = {
+        sizes: dict[str, Any] = {
             "completion_batch_size": -(-limits.decode_concurrency // stages),
             "prefill_batch_size": -(-limits.prompt_concurrency // stages),
             "prefill_step_size": limits.prefill_step_size,

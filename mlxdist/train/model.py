@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -103,7 +103,7 @@ def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
     with agreed("train", mesh.group):
         plan = plan_stages(model, mesh.size("pp"), weights=weights, virtual=config.pipeline.virtual)
     pipeline_parallel(model, mesh["pp"], plan)
-    held = {path for path, _ in tree_flatten(model.parameters())}
+    held = dict(cast(Any, tree_flatten(model.parameters())))
     model.update(tree_unflatten([pair for pair in parameters if pair[0] in held]))
 
 
@@ -192,8 +192,10 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     known = cuts(model)
     trained: Any = tree_flatten(model.trainable_parameters())
     own = {path: (known[path].shape, dtype_name(array)) for path, array in trained}
-    everyones = {path: found for rank in gather(own, mesh["pp"]) for path, found in rank.items()}  # of all stages
-    arrays = [(path, mx.zeros(shape, getattr(mx, dtype))) for path, (shape, dtype) in everyones.items()]  # lazy
+    described: dict[str, Any] = {}
+    for found in gather(own, mesh["pp"]):  # of all stages
+        described |= found
+    arrays = [(path, mx.zeros(shape, getattr(mx, dtype))) for path, (shape, dtype) in described.items()]  # lazy
     full = arrays if is_writer else []
     # The other ranks, too, load something: the seed.
     state = {"model": tree_unflatten(full) if full else {}, "seeds": {"seed": 0}}

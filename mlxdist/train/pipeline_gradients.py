@@ -87,6 +87,8 @@ class PipelineGradients(StepGradients):
 
     def _sums(self, tree: Any, parts: list[Part]) -> dict[int, mx.array]:
         sums: dict[int, mx.array] = {}
+        if self._stage.stamps is not None:
+            self._stage.stamps.report()  # of the step before, which has ended by now, or nearly
         stamps = self._stage.stamps = Stamps()
         for action in self._schedule.actions[self._stage.index]:
             stamps.end(self._started(action, tree, parts, sums, stamps))

@@ -80,7 +80,7 @@ def value_and_grad(
     Raises:
         InvalidArgument: on all ranks: an argument is not what it should be on one of them, or they differ.
     """
-    stage = getattr(model, "stage", None)
+    stage: Any = getattr(model, "stage", None)
     if mesh is not None and group is None:
         axes = {name: mesh[name] for name in _DATA_AXES if mesh.size(name) > 1}
         everyone = mesh[_DATA_AXES]

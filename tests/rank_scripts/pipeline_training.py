@@ -21,6 +21,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
 from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.runtime.step import current_computing
 from mlxdist.train import clip_grad_norm, fully_shard, value_and_grad
 from mlxdist.train.trainer import masked_loss
 
@@ -73,6 +74,11 @@ def schedules(name, virtual):
                 continue
             (spans,) = model.stage.timeline.spans
             assert len(spans) == (3 if schedule == "zero_bubble" else 2) * count * virtual
+            assert 0 <= model.stage.timeline.bubble < 1
+        if size > 1:  # what `mlxdist top` and `dump` show is the step before
+            computing = current_computing()
+            assert [span.name for span in computing.spans] == [str(span.action) for span in spans]
+            assert all(a.ended_ns <= b.started_ns + 1 for a, b in zip(computing.spans, computing.spans[1:]))
 
 
 def share(batch, mesh):

@@ -66,6 +66,8 @@ def record(rank, *operations, size=4, **fields):
         "wall_ns": NOW + 5 * SECOND,
         "step": None,
         "total_steps": None,
+        "bubble": None,
+        "computed": [],
         "bytes_sent": 0,
         "bytes_received": 0,
         "groups": {"0": list(range(size))},

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from rich.text import Text
 
 from mlxdist.runtime.native import bridge
+from mlxdist.runtime.step import Computed, set_computing
 
 __all__ = ["Action", "Span", "Stamps", "Timeline"]
 
@@ -117,15 +118,28 @@ class Stamps:
 
     def timeline(self, title: str) -> Timeline:
         """Waits for the step."""
-        start = previous = self._start.item() / 1e9
+        start = previous = _seconds(self._start)
         spans = []
         for action, received, computed in self._actions:
-            begin = previous if received is None else max(previous, received.item() / 1e9)
-            previous = begin if computed is None else max(begin, computed.item() / 1e9)
+            begin = previous if received is None else max(previous, _seconds(received))
+            previous = begin if computed is None else max(begin, _seconds(computed))
             spans.append(Span(action, begin, previous))
         return Timeline(title, (tuple(spans),), start)
+
+    def report(self) -> None:
+        """Shows the step in `mlxdist top` and `mlxdist dump`. Waits for it."""
+        timeline = self.timeline("")
+        spans = [
+            Computed(str(action), round(start * 1e9), round(end * 1e9)) for action, start, end in timeline.spans[0]
+        ]
+        set_computing(round(timeline.start * 1e9), spans)
 
     def _after(self, arrays: Sequence[mx.array]) -> mx.array:
         time: mx.array = bridge.time_stamp(list(arrays), self.stream)
         mx.async_eval(time)
         return time
+
+
+def _seconds(time: mx.array) -> float:
+    nanoseconds: Any = time.item()
+    return nanoseconds / 1e9

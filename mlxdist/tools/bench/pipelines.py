@@ -43,13 +43,12 @@ class Pipelines:
     def _training(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         tokens, expected = self._expected(case)
         alone = value_and_grad(_model(case), _loss, group=self.alone, accumulate=case["micro_batches"])
-        works, bubbles = {}, {}
+        works: dict[str, Work] = {}
+        bubbles: dict[str, list[float]] = {}
         for name in SCHEDULES:
             model = pipeline_parallel(_model(case), self.mesh["pp"])
-            bubbles[name] = list[float]()
-            works[name] = self._step(
-                model, name, tokens, expected, lambda m, into=bubbles[name]: into.append(self._bubble(m))
-            )
+            measured = bubbles[name] = list[float]()
+            works[name] = self._step(model, name, tokens, expected, partial(self._note_bubble, measured))
         full = _model(case)
         works["alone"] = Work(lambda: _evaluate(alone, full, tokens)) if self.world.rank() == 0 else Work(lambda: None)
         results = time_case(self.world, case, works, self.take)
@@ -94,12 +93,12 @@ class Pipelines:
         found: Any = tree_flatten(nn.value_and_grad(model, _loss)(model, tokens)[1])
         return tokens, dict(found)
 
-    def _bubble(self, model: Any) -> float:
-        """Of the step that has ended, on all ranks; the clock of this host."""
+    def _note_bubble(self, measured: list[float], model: Any) -> None:
+        """That of the step that has ended, of all ranks, by the clock of this host."""
         timeline = model.stage.timeline
         own = [timeline.start, timeline.start + timeline.seconds, timeline.busy(0)]
         rows = np.asarray(mlxdist.all_gather(np.array([own]), group=self.world))
-        return float(1 - rows[:, 2].mean() / (rows[:, 1].max() - rows[:, 0].min()))
+        measured.append(float(1 - rows[:, 2].mean() / (rows[:, 1].max() - rows[:, 0].min())))
 
     def _generation(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         prompts = [list(range(1 + row, 9 + row)) for row in range(case["requests"])]

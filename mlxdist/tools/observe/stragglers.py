@@ -29,6 +29,7 @@ class RankState:
     error: str | None = None  # the first error of the group, once it has failed
     step: int | None = None  # of mlxdist.set_step
     total_steps: int | None = None
+    bubble: float | None = None  # of the last step of a stage of a pipeline
     operations: int = 0  # collectives of all ranks that this one has begun
     operation: str = ""  # "all_sum #412": the oldest in progress, else the last one
     in_operation: bool = False
@@ -211,7 +212,7 @@ def _state(
     gbps: float | None,
 ) -> RankState:
     """``known``: of a rank without a record."""
-    names = ("host", "pid", "error", "step", "total_steps", "threads")
+    names = ("host", "pid", "error", "step", "total_steps", "bubble", "threads")
     fields = {name: getattr(record or known, name) for name in names if hasattr(record or known, name)}
     if record is None:
         return RankState(rank, is_straggler=is_straggler, **fields)

@@ -55,9 +55,10 @@ def _head(view: View) -> list[Text]:
 
 
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
-    """``columns``: which of the optional ones."""
+    """``columns``: which of the optional ones; "bubble" is there where a rank has one."""
+    columns = {*columns, *(["bubble"] if any(row.bubble is not None for row in rows) else [])}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    shown = {name: justify for name, justify in _COLUMNS.items() if name not in ("array", "GB/s") or name in columns}
+    shown = {name: justify for name, justify in _COLUMNS.items() if name not in _OPTIONAL or name in columns}
     for name, justify in shown.items():
         table.add_column(name, justify=justify, no_wrap=name != "call site", overflow="fold")
     for row in rows:
@@ -72,6 +73,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "host": "left",
     "pid": "right",
     "step": "right",
+    "bubble": "right",
     "operation": "left",
     "array": "left",
     "call site": "left",
@@ -81,9 +83,14 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 }
 
 
+_OPTIONAL = ("array", "GB/s", "bubble")
+
+
 def _cells(row: RankState) -> dict[str, str]:
     """By column; those that are missing are empty."""
     cells = {"rank": str(row.rank), "host": row.host, "pid": str(row.pid or ""), "step": _step(row)}
+    if row.bubble is not None:
+        cells["bubble"] = f"{row.bubble:.0%}"
     if not row.has_responded:
         return cells | {"operation": "does not respond"}
     waiting = [f"rank {row.waiting_on}"] * (row.waiting_on is not None) + ["straggler"] * row.is_straggler

@@ -13,6 +13,8 @@ from .clocks import wall_offsets
 
 __all__ = ["trace"]
 
+_COMPUTED_ROW = 1 << 16  # behind those of groups
+
 
 def trace(records: Mapping[int, FlightRecord]) -> dict[str, Any]:
     """Times are microseconds since the first operation of all began."""
@@ -26,6 +28,7 @@ def trace(records: Mapping[int, FlightRecord]) -> dict[str, Any]:
         for operation in record.operations:
             events.append(_event(record, operation, rows.row_of(operation), offsets[rank] - origin))
         events += rows.names()
+        events += _computed(record, offsets[rank] - origin)
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
 
@@ -89,6 +92,20 @@ def _event(record: FlightRecord, operation: Operation, row: int, offset: int) ->
         "dur": (_end(record, operation) - operation.started_ns) / 1e3,
         "args": {name: value for name, value in arguments.items() if value is not None},
     }
+
+
+def _computed(record: FlightRecord, offset: int) -> list[dict[str, Any]]:
+    """A row of its own: what a stage of a pipeline has computed in its last step."""
+    if not record.computed:
+        return []
+    args = {"name": f"computes, bubble {record.bubble or 0:.0%}"}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": record.rank, "tid": _COMPUTED_ROW, "args": args}
+    ]
+    for name, started, ended in record.computed:
+        event = {"ph": "X", "name": name, "cat": "compute", "pid": record.rank, "tid": _COMPUTED_ROW}
+        events.append(event | {"ts": (started + offset) / 1e3, "dur": (ended - started) / 1e3})
+    return events
 
 
 def _end(record: FlightRecord, operation: Operation) -> int:
