@@ -1,6 +1,9 @@
 """`train.value_and_grad` of models in stages: the gradients of one process with the whole batch."""
 
+from pathlib import Path
+
 import pytest
+from guides import program_of
 
 pytest.importorskip("mlx_lm")
 
@@ -72,6 +75,16 @@ def test_activations_of_another_dtype(run_ranks):
 def test_a_stage_that_is_killed(run_ranks, ranks):
     outputs = run_ranks("pipeline_training.py", ranks, "killed", status=None)
     assert all("equal" in output for output in outputs[:-1]), outputs
+
+
+@LONG
+def test_the_program_of_the_guide(run_ranks, tmp_path):
+    """It prints the same losses on one rank as on two, and then pictures."""
+    program = program_of(Path(__file__).parents[2] / "docs" / "pipeline.md", tmp_path, 1)
+    (alone,) = run_ranks(program, 1)
+    first, second = run_ranks(program, 2)
+    assert first.splitlines()[:5] == alone.splitlines() and len(alone.split()) == 5
+    assert first.splitlines()[5].startswith("1f1b: 2 stages, 8 micro-batches; bubble") and second == ""
 
 
 def equal(run_ranks, ranks, *arguments):

@@ -6,8 +6,8 @@ from pathlib import Path
 __all__ = ["program_of"]
 
 
-def program_of(page: Path, directory: Path) -> Path:
-    """The first block of Python in ``page``, written to ``directory``."""
+def program_of(page: Path, directory: Path, number: int = 0) -> Path:
+    """The block of Python in ``page`` with that number, written to ``directory``."""
     program = directory / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1])
+    program.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[number])
     return program

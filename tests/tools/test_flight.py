@@ -212,6 +212,15 @@ def test_trace_has_a_process_per_rank_and_a_row_per_group(tmp_path):
     assert spans[2]["args"]["to"] == 1 and spans[2]["name"] == "send"
 
 
+def test_trace_has_what_a_stage_has_computed(tmp_path):
+    computed = [["F0", NOW - 9 * SECOND, NOW - 8 * SECOND], ["B0", NOW - 7 * SECOND, NOW - 6 * SECOND]]
+    first = operation(sequence=1, started_ns=NOW - 10 * SECOND)
+    events = trace(dumps(tmp_path, record(0, first, computed=computed, bubble=0.25), record(1)))["traceEvents"]
+    spans = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in events if e.get("cat") == "compute"]
+    assert spans == [("F0", 0, 1e6, 1e6), ("B0", 0, 3e6, 1e6)]
+    assert {"name": "computes, bubble 25%"} in [e["args"] for e in events if e["name"] == "thread_name"]
+
+
 # Files from anywhere.
 
 

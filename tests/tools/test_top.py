@@ -27,7 +27,7 @@ from mlxdist.runtime.rendezvous.observer import observe
 from mlxdist.tools.observe.collect import JobRanks
 from mlxdist.tools.observe.stragglers import RankState
 from mlxdist.tools.observe.top import View, Watch
-from mlxdist.tools.observe.top_table import Screenful
+from mlxdist.tools.observe.top_table import Screenful, rank_table
 
 TOP = [sys.executable, "-m", "mlxdist", "top"]
 
@@ -243,6 +243,13 @@ def test_a_terminal_with_fewer_lines_than_ranks(height):
         assert lines[1:3] == ["Rank 40 computes.", "rank 50 has not responded"]
         assert [line.split()[0] for line in lines[4:7]] == ["40", "50", "0"] and len(lines) == height
         assert lines[-1] == f"... {64 - (height - 5)} more"
+
+
+def test_stages_of_a_pipeline_have_a_column_more():
+    console = Console(width=120, file=io.StringIO())
+    console.print(rank_table([row(0, bubble=0.25), row(1)]))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[0][4] == "bubble" and lines[1][4] == "25%" and "bubble" not in [column.header for column in rank_table([row(0)]).columns]
 
 
 def test_rows_and_findings_that_take_several_lines():

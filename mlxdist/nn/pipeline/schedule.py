@@ -108,7 +108,8 @@ class Schedule:
         """When each action begins and ends, for actions that take a given time on a virtual stage of speed 1.
 
         Args:
-            forward, input_gradient, weight_gradient: how long F, I and W take; B takes the sum of the last two.
+            forward, input_gradient, weight_gradient: how long F, I and W take; B takes the sum of the last two, and its
+                gradient leaves after the first.
             message: how long an activation or gradient is on its way. Ranks compute meanwhile.
             speeds: of each rank; ``None``: all are 1.
 
@@ -129,8 +130,8 @@ class Schedule:
                     arrivals = [ends[event] + message * (event.part % self.stages != rank) for event in needed]
                     start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                     spans[rank].append(Span(action, start, start + costs[action.kind] / speed[rank]))
-                    if action.kind != "W":
-                        ends[self._event(rank, action)] = spans[rank][-1].end
+                    if action.kind != "W":  # what B sends leaves once its I is computed
+                        ends[self._event(rank, action)] = start + costs[action.kind.replace("B", "I")] / speed[rank]
             if sum(map(len, spans)) == before:
                 stuck = [
                     f"rank {rank} in {row[len(spans[rank])]}"
@@ -198,8 +199,9 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int =
     """A schedule by its name: "gpipe", "1f1b" or "zero_bubble".
 
     Of stages that are equally fast and messages that take no time, the share of time that is idle, the bubble, is
-    ``(p - 1) / (m v + p - 1)`` for p stages, m micro-batches and v virtual stages, where m is a multiple of p; for
-    zero_bubble ``(p - 1) / (3 m v + p - 1)`` where F, I and W take equally long and v is 1.
+    ``(p - 1) / (m v + p - 1)`` at most for p stages, m micro-batches and v virtual stages, where m is a multiple of p:
+    that is the papers', in which a gradient leaves when all of B is computed. For zero_bubble it is
+    ``(p - 1) / (3 m v + p - 1)`` where F, I and W take equally long and v is 1.
 
     Raises:
         InvalidArgument: there is no such schedule, or a number is no positive integer.

@@ -42,20 +42,24 @@ class Pipelines:
 
     def _training(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         tokens, expected = self._expected(case)
-        alone = value_and_grad(_model(case), _loss, group=self.alone, accumulate=case["micro_batches"])
+        full = _model(case)
+        alone = value_and_grad(full, _loss, group=self.alone, accumulate=case["micro_batches"])
         works: dict[str, Work] = {}
-        bubbles: dict[str, list[float]] = {}
+        bubbles: dict[str, list[list[float]]] = {}
         for name in SCHEDULES:
             model = pipeline_parallel(_model(case), self.mesh["pp"])
-            measured = bubbles[name] = list[float]()
+            measured = bubbles[name] = list[list[float]]()
             works[name] = self._step(model, name, tokens, expected, partial(self._note_bubble, measured))
-        full = _model(case)
         works["alone"] = Work(lambda: _evaluate(alone, full, tokens)) if self.world.rank() == 0 else Work(lambda: None)
         results = time_case(self.world, case, works, self.take)
+        # Of all schedules the last has I and W apart.
+        names = ("forward", "input_gradient", "weight_gradient")
+        costs = dict(zip(names, np.median(bubbles["zero_bubble"][2:], axis=0)[1:].tolist()))
         for result in results:
             if (name := result["variant"]) in bubbles:
                 schedule = pipeline_schedule(name, self.world.size(), case["micro_batches"])
-                result |= {"bubble": float(np.median(bubbles[name][2:])), "formula": schedule.simulate().bubble}
+                formula = schedule.simulate(**costs).bubble
+                result |= {"bubble": float(np.median([row[0] for row in bubbles[name][2:]])), "formula": formula}
         return results
 
     def _slowed(self, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -93,12 +97,17 @@ class Pipelines:
         found: Any = tree_flatten(nn.value_and_grad(model, _loss)(model, tokens)[1])
         return tokens, dict(found)
 
-    def _note_bubble(self, measured: list[float], model: Any) -> None:
-        """That of the step that has ended, of all ranks, by the clock of this host."""
+    def _note_bubble(self, measured: list[list[float]], model: Any) -> None:
+        """That of the step that has ended, of all ranks, by the clock of this host; and how long F, I and W took.
+
+        The last stage says that: the first sends no gradient, so its I is nothing and its W is both.
+        """
         timeline = model.stage.timeline
-        own = [timeline.start, timeline.start + timeline.seconds, timeline.busy(0)]
+        took = {kind: [one.end - one.start for one in timeline.spans[0] if one.action.kind == kind] for kind in "FIW"}
+        costs = [float(np.median(took[kind])) if took[kind] else 0.0 for kind in "FIW"]
+        own = [timeline.start, timeline.start + timeline.seconds, timeline.busy(0), *costs]
         rows = np.asarray(mlxdist.all_gather(np.array([own]), group=self.world))
-        measured.append(float(1 - rows[:, 2].mean() / (rows[:, 1].max() - rows[:, 0].min())))
+        measured.append([float(1 - rows[:, 2].mean() / (rows[:, 1].max() - rows[:, 0].min())), *rows[-1, 3:]])
 
     def _generation(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         prompts = [list(range(1 + row, 9 + row)) for row in range(case["requests"])]

@@ -24,9 +24,9 @@ SPEEDUP, MORE_TOKENS, FASTER_CUT, BUBBLE = 1.5, 1.6, 1.25, 0.1
 
 @benchmark(repeats=9)
 @click.option("--operation", "operations", type=names_of(OPERATIONS), default="all", help=f"{', '.join(OPERATIONS)}.")
-@click.option("--hidden", type=multiples_of(128), default="512", show_default=True, help="Sizes of the layers.")
+@click.option("--hidden", type=multiples_of(128), default="256", show_default=True, help="Sizes of the layers.")
 @click.option("--layers", type=click.IntRange(2, 256), default=8, show_default=True, help="Of Qwen2.")
-@click.option("--vocabulary", type=multiples_of(64), default="256", show_default=True, help="Tokens that there are.")
+@click.option("--vocabulary", type=multiples_of(64), default="64", show_default=True, help="Tokens that there are.")
 @click.option("--tokens", type=click.IntRange(1, 65536), default=64, show_default=True, help="Of a micro-batch.")
 @click.option("--micro-batches", type=click.IntRange(1, 1024), default=8, show_default=True, help="Of a step.")
 @click.option("--requests", type=click.IntRange(1, 256), default=4, show_default=True, help="At a time.")
@@ -34,10 +34,11 @@ def pp(runner: Runner, operations: list[str], hidden: list[int], vocabulary: lis
     """Time a model whose layers are spread over ranks, in float32 on the CPU, with one core for each stage.
 
     "training" is the gradients of a step by each schedule, and by one process ("alone"); the bubble is the share of
-    the ranks' time in which they do not compute. "generation": requests in as many batches as there are stages ("in
-    flight"), in one batch, and in one batch by mlx-lm's own pipeline on the same group ("mlx-lm"). "slowed": a step
-    where every rank but the first computes each layer twice, with a plan by speed and with equal stages. Gradients and
-    tokens are compared with those of one process.
+    the ranks' time in which they do not compute, and its formula that of equal stages whose F, I and W take as long.
+    "generation": requests in as many batches as there are stages ("in flight"), in one batch, and in one batch by
+    mlx-lm's own pipeline on the same group ("mlx-lm"). "slowed": a step where every rank but the first computes each
+    layer twice, with a plan by speed and with equal stages. Gradients and tokens are compared with those of one
+    process.
 
     The exit status is 1 if a result was wrong, a time is shorter than the memory allows, or a file is not written.
     """
