@@ -27,7 +27,8 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
   bool same_operation = theirs->operation == ours->receives.operation;
   if (!strcmp(ours_name.text, theirs_name.text) &&
       memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape) != 0)
-    snprintf(sizes, sizeof sizes, ", packed from trees that differ in paths, shapes or dtypes, or of different calls of a model in stages");
+    snprintf(sizes, sizeof sizes,
+             ", packed from trees that differ in paths, shapes or dtypes, or of different calls of a model in stages");
   else if (same_operation && theirs->algorithm != ours->receives.algorithm)
     snprintf(sizes, sizeof sizes, " with different algorithms: set MLXDIST_ALGO and the tuning table alike on all");
   else if (expected_bytes != UINT64_MAX && theirs->bytes != expected_bytes)

@@ -249,7 +249,8 @@ def test_stages_of_a_pipeline_have_a_column_more():
     console = Console(width=120, file=io.StringIO())
     console.print(rank_table([row(0, bubble=0.25), row(1)]))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[0][4] == "bubble" and lines[1][4] == "25%" and "bubble" not in [column.header for column in rank_table([row(0)]).columns]
+    assert lines[0][4] == "bubble" and lines[1][4] == "25%"
+    assert "bubble" not in [column.header for column in rank_table([row(0)]).columns]
 
 
 def test_rows_and_findings_that_take_several_lines():
