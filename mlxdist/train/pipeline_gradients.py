@@ -104,7 +104,7 @@ class PipelineGradients(StepGradients):
         self, action: Action, tree: Any, parts: list[Part], sums: dict[int, mx.array], stamps: Stamps
     ) -> Arrays:
         """Starts an action. Returns what it computes."""
-        key, part = action[1:], self._schedule.part(self._stage.index, action.chunk)
+        key, part = (action.micro_batch, action.chunk), self._schedule.part(self._stage.index, action.chunk)
         if action.kind == "F":
             graph = self._graphs[key] = self._graph(*key, part, tree, parts[action.micro_batch])
             mx.async_eval(graph.received)

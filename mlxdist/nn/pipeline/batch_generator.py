@@ -54,13 +54,20 @@ class PipelineBatchGenerator:
     def insert(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int] | None = None, **options: Any
     ) -> list[int]:
-        """As ``BatchGenerator.insert``: options are lists with an entry for each prompt. Returns their numbers."""
+        """As ``BatchGenerator.insert``. Returns the numbers of the requests.
+
+        Args:
+            prompts: the tokens of each.
+            max_tokens: of each answer.
+            options: of BatchGenerator, lists with an entry for each prompt.
+        """
         return self.insert_segments([[list(prompt)] for prompt in prompts], max_tokens, **options)
 
     def insert_segments(
         self, segments: Sequence[Sequence[Sequence[int]]], max_tokens: Sequence[int] | None = None, **options: Any
     ) -> list[int]:
-        """As ``BatchGenerator.insert_segments``."""
+        """As ``BatchGenerator.insert_segments``: :meth:`insert` with ``segments``, lists of lists of tokens at whose ends
+        the generator stops, in place of prompts; ``max_tokens`` and ``options`` as there."""
         return [
             self._insert(
                 prompt,
@@ -94,11 +101,11 @@ class PipelineBatchGenerator:
         return []
 
     def extract_cache(self, uids: Iterable[int]) -> dict[int, Any]:
-        """(prompt cache, tokens) of requests, by their numbers."""
+        """(prompt cache, tokens) of requests, by their numbers ``uids``."""
         return self._of_each(uids, lambda generator, numbers: generator.extract_cache(numbers))
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
-        """Ends requests. Returns :meth:`extract_cache` of them, if that is wanted."""
+        """Ends the requests ``uids``. Returns :meth:`extract_cache` of them, with ``return_prompt_caches``."""
         uids = list(uids)
         found = self._of_each(uids, lambda generator, numbers: generator.remove(numbers, return_prompt_caches))
         for uid in uids:

@@ -58,11 +58,11 @@ class Schedule:
         return str(self.simulate())
 
     def part(self, rank: int, chunk: int) -> int:
-        """The number of a virtual stage, in the order of the model."""
+        """The number, in the order of the model, of virtual stage ``chunk`` of ``rank``."""
         return chunk * self.stages + rank
 
     def kept(self, rank: int) -> int:
-        """For how many virtual stages and micro-batches a rank keeps activations at most, at a time."""
+        """For how many virtual stages and micro-batches ``rank`` keeps activations at most, at a time."""
         kept = most = 0
         for action in self.actions[rank]:
             kept += action.kind == "F"
@@ -202,6 +202,12 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int =
     ``(p - 1) / (m v + p - 1)`` at most for p stages, m micro-batches and v virtual stages, where m is a multiple of p:
     that is the papers', in which a gradient leaves when all of B is computed. For zero_bubble it is
     ``(p - 1) / (3 m v + p - 1)`` where F, I and W take equally long and v is 1.
+
+    Args:
+        name: of the schedule.
+        stages: ranks of the pipeline.
+        micro_batches: of a step.
+        virtual: stages of each rank.
 
     Raises:
         InvalidArgument: there is no such schedule, or a number is no positive integer.

@@ -16,8 +16,15 @@ _STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 _MAX_WIDTH = 150  # of the picture, in characters
 
 
-class Action(NamedTuple):
-    """What a rank computes: F, B, I or W of a micro-batch, on its virtual stage ``chunk``."""
+@dataclass(frozen=True)
+class Action:
+    """What a rank computes.
+
+    Attributes:
+        kind: "F", "B", "I" or "W": :mod:`mlxdist.nn.pipeline.schedule`.
+        micro_batch: of the step, from 0.
+        chunk: which of the rank's virtual stages, from 0.
+    """
 
     kind: str
     micro_batch: int
@@ -55,11 +62,11 @@ class Timeline:
         return max((span.end for row in self.spans for span in row), default=self.start) - self.start
 
     def busy(self, rank: int) -> float:
-        """For how long a rank computes."""
+        """For how long ``rank`` computes."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     def idle(self, rank: int) -> float:
-        """For how long it does not."""
+        """For how long ``rank`` does not."""
         return self.seconds - self.busy(rank)
 
     @property
