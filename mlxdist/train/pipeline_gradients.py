@@ -135,12 +135,8 @@ class PipelineGradients(StepGradients):
     def _graph(self, number: int, chunk: int, part: int, tree: Any, arguments: Part) -> _Graph:
         """Of a micro-batch on this stage: nothing is computed yet."""
         stage, model = self._stage, self._averaging.model
-        batch, length = self._shape
         received = self._recv(self._transfer, part, -1) if part > 0 else []
-        if part == self._last:
-            cotangents = [mx.array(1.0)]
-        else:
-            cotangents = self._recv(self._gradients, part + 1, 1)
+        cotangents = self._recv(self._gradients, part + 1, 1) if part < self._last else [mx.array(1.0)]
         places = [place for place, (path, _) in enumerate(self._parameters) if stage.is_in_chunk(path, chunk)]
         values: list[Any] = []
 
@@ -149,9 +145,9 @@ class PipelineGradients(StepGradients):
             model.update(tree_unflatten([(self._parameters[place][0], x) for place, x in zip(places, own)]))
             value, outputs = stage.within(lambda: self._fn(*arguments[0], **arguments[1]), hidden or None, chunk)
             values.append(value)
-            return [self._weighted(value)] if part == self._last else outputs
+            return outputs if part < self._last else [self._weighted(value).astype(mx.float32)]
 
-        before = {id(array) for array in self._kept.gradients.values()}
+        before = dict(self._kept.gradients)
         try:
             with micro_batches.working_on(self._kept, number, self._count):
                 inputs = [self._parameters[place][1] for place in places] + received
@@ -161,7 +157,7 @@ class PipelineGradients(StepGradients):
         if part == self._last or not stage.is_last:  # of its tokens all stages know how many they are
             self._values[number] = values[0]
         found = {place: (self._parameters[place][0], array) for place, array in zip(places, gradients)}
-        kept = [array for array in self._kept.gradients.values() if id(array) not in before]
+        kept = [array for key, array in self._kept.gradients.items() if before.get(key) is not array]
         return _Graph(received, outputs, cotangents, gradients[len(places) :], self._counted(values[0], found), kept)
 
     def _recv(self, transfer: Any, part: int, step: int) -> Arrays:

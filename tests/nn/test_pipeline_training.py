@@ -55,6 +55,12 @@ def test_what_a_loss_may_return(run_ranks, ranks):
     equal(run_ranks, ranks, "other_losses")
 
 
+@LONG
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_16_bits(run_ranks, ranks):
+    equal(run_ranks, ranks, "dtypes")
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
 def test_bytes_that_are_sent(run_ranks, ranks):
     equal(run_ranks, ranks, "counted", "qwen3")

@@ -257,6 +257,27 @@ def other_losses():
     compare(model, [loss, count, mx.max(mx.stack(highest))], gradients, [wanted, total, most], expected)
 
 
+def dtypes():
+    """16 bits between the stages, and gradients that are added up in 32."""
+    mesh, (tokens, _) = mlxdist.mesh(pp=size), batch_of(8)
+
+    def mean(model, tokens):
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
+
+    for dtype in (mx.bfloat16, mx.float16):
+        full, model = tiny_models.build("gemma"), tiny_models.build("gemma")
+        full.set_dtype(dtype)
+        model.set_dtype(dtype)
+        pipeline_parallel(model, mesh["pp"])
+        value, gradients = value_and_grad(model, mean, mesh=mesh, accumulate=4, schedule="zero_bubble")(model, tokens)
+        wanted, expected = nn.value_and_grad(full, mean)(full, tokens)
+        assert value.dtype == wanted.dtype and abs(value.item() - wanted.item()) < 0.05
+        expected = dict(tree_flatten(expected))
+        for path, array in tree_flatten(gradients):
+            off = mx.abs(array.astype(mx.float32) - expected[path].astype(mx.float32)).max().item()
+            assert array.dtype == dtype and off < 0.05 * mx.abs(expected[path]).max().item(), (path, off)
+
+
 def counted(name):
     """Messages: a micro-batch's activation and its gradient pass each boundary once, and nothing else but the loss."""
     mesh = mlxdist.mesh(pp=size)

@@ -66,8 +66,8 @@ class PipelineBatchGenerator:
     def insert_segments(
         self, segments: Sequence[Sequence[Sequence[int]]], max_tokens: Sequence[int] | None = None, **options: Any
     ) -> list[int]:
-        """As ``BatchGenerator.insert_segments``: :meth:`insert` with ``segments``, lists of lists of tokens at whose ends
-        the generator stops, in place of prompts; ``max_tokens`` and ``options`` as there."""
+        """As ``BatchGenerator.insert_segments``: :meth:`insert` with ``segments``, lists of lists of tokens, at the
+        ends of which it stops, in place of prompts; ``max_tokens`` and ``options`` as there."""
         return [
             self._insert(
                 prompt,
