@@ -40,6 +40,7 @@ class _Graph:
         sent: the gradients of ``received``.
         gradients: of the parameters, by number.
         kept: sums of gradients that modules of fully_shard keep for the last micro-batch.
+        receives: whether the cotangents are on their way.
     """
 
     received: Arrays
@@ -48,6 +49,7 @@ class _Graph:
     sent: Arrays
     gradients: dict[int, mx.array]
     kept: Arrays
+    receives: bool = False
 
 
 class PipelineGradients(StepGradients):
@@ -65,6 +67,7 @@ class PipelineGradients(StepGradients):
         self._transfer, self._gradients = stage.transfer, GradientTransfer.of(stage.group)
         self._last = schedule.stages * schedule.virtual - 1
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._received: dict[tuple[int, int], Arrays] = {}
 
     def _agreed(self, facts: list[Any]) -> AbstractContextManager[None]:
         @contextmanager
@@ -90,7 +93,11 @@ class PipelineGradients(StepGradients):
         if self._stage.stamps is not None:
             self._stage.stamps.report()  # of the step before, which has ended by now, or nearly
         stamps = self._stage.stamps = Stamps()
-        for action in self._schedule.actions[self._stage.index]:
+        actions = self._schedule.actions[self._stage.index]
+        for action, following in zip(actions, [*actions[1:], None]):
+            self._receive(action)
+            if following is not None:  # arrives while this one is computed
+                self._receive(following)
             stamps.end(self._started(action, tree, parts, sums, stamps))
         for place, (path, array) in enumerate(self._parameters):
             if place not in sums:
@@ -100,6 +107,16 @@ class PipelineGradients(StepGradients):
                 mx.async_eval(sums[place])  # one by one, on all ranks
         return sums
 
+    def _receive(self, action: Action) -> None:
+        """Starts to receive what an action needs, if that is not done yet and is known already."""
+        key, part = (action.micro_batch, action.chunk), self._schedule.part(self._stage.index, action.chunk)
+        if action.kind == "F" and key not in self._received:
+            self._received[key] = self._recv(self._transfer, part, -1) if part > 0 else []
+            mx.async_eval(self._received[key])
+        elif action.kind in "BI" and part < self._last and key in self._graphs and not self._graphs[key].receives:
+            self._graphs[key].receives = True
+            mx.async_eval(self._graphs[key].cotangents)
+
     def _started(
         self, action: Action, tree: Any, parts: list[Part], sums: dict[int, mx.array], stamps: Stamps
     ) -> Arrays:
@@ -107,15 +124,14 @@ class PipelineGradients(StepGradients):
         key, part = (action.micro_batch, action.chunk), self._schedule.part(self._stage.index, action.chunk)
         if action.kind == "F":
             graph = self._graphs[key] = self._graph(*key, part, tree, parts[action.micro_batch])
-            mx.async_eval(graph.received)
             stamps.begin(action, graph.received)
             mx.async_eval(graph.outputs)
             if part < self._last:
                 self._send(self._transfer, graph.outputs, part, 1)
-            return graph.outputs
+            outputs, graph.outputs = graph.outputs, []  # the backward pass does not need them
+            return outputs
         graph = self._graphs[key]
         cotangents = graph.cotangents if part < self._last and action.kind in "BI" else []
-        mx.async_eval(cotangents)
         stamps.begin(action, cotangents)
         computed: Arrays = []
         if action.kind in "BI" and part > 0:
@@ -135,7 +151,7 @@ class PipelineGradients(StepGradients):
     def _graph(self, number: int, chunk: int, part: int, tree: Any, arguments: Part) -> _Graph:
         """Of a micro-batch on this stage: nothing is computed yet."""
         stage, model = self._stage, self._averaging.model
-        received = self._recv(self._transfer, part, -1) if part > 0 else []
+        received = self._received.pop((number, chunk))
         cotangents = self._recv(self._gradients, part + 1, 1) if part < self._last else [mx.array(1.0)]
         places = [place for place, (path, _) in enumerate(self._parameters) if stage.is_in_chunk(path, chunk)]
         values: list[Any] = []

@@ -11,7 +11,7 @@ import click
 
 __all__ = ["bench"]
 
-BENCHMARKS = ("checkpoint", "collectives", "compare", "cp", "dp", "ep", "fsdp", "pp", "report", "suite", "tp")
+BENCHMARKS = ("checkpoint", "collectives", "compare", "cp", "dp", "ep", "fsdp", "kv", "pp", "report", "suite", "tp")
 
 
 class Benchmarks(click.Group):

@@ -21,7 +21,7 @@ from .operations import count_off
 from .rank import time_case
 from .timing import Work, interleave
 
-__all__ = ["Pipelines"]
+__all__ = ["Pipelines", "make_qwen2"]
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
 TOLERANCE = 1e-4  # of the largest element: the same sums, in float32, through all layers
@@ -140,18 +140,21 @@ class _Twice(qwen2.TransformerBlock):
         return (first + super().__call__(again, *args, **keywords)) / 2
 
 
-def _model(case: dict[str, Any]) -> qwen2.Model:
-    """The same on every rank."""
-    hidden = case["hidden"]
+def make_qwen2(hidden: int, layers: int, vocabulary: int) -> qwen2.Model:
+    """Random weights, the same on every rank; a model that mlx-lm itself can have in stages."""
     arguments = qwen2.ModelArgs(
-        model_type="qwen2", hidden_size=hidden, num_hidden_layers=case["layers"], intermediate_size=hidden * 3,
+        model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=hidden * 3,
         num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 128), rms_norm_eps=1e-6,
-        vocab_size=case["vocabulary"], tie_word_embeddings=False,
+        vocab_size=vocabulary, tie_word_embeddings=False,
     )  # fmt: skip
     mx.random.seed(0)
     model = qwen2.Model(arguments)
     mx.eval(model.parameters())
     return model
+
+
+def _model(case: dict[str, Any]) -> qwen2.Model:
+    return make_qwen2(case["hidden"], case["layers"], case["vocabulary"])
 
 
 def _loss(model: nn.Module, tokens: mx.array) -> mx.array:
