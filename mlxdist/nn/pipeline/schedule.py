@@ -123,7 +123,8 @@ class Schedule:
         while sum(map(len, spans)) < sum(map(len, self.actions)):
             before = sum(map(len, spans))
             for rank, row in enumerate(self.actions):
-                for action in row[len(spans[rank]) :]:
+                while len(spans[rank]) < len(row):
+                    action = row[len(spans[rank])]
                     needed = list(self._needed(rank, action))
                     if not all(event in ends for event in needed):
                         break
