@@ -21,6 +21,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
 from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.runtime.native import bridge
 from mlxdist.runtime.step import current_computing
 from mlxdist.train import clip_grad_norm, fully_shard, value_and_grad
 from mlxdist.train.trainer import masked_loss
@@ -284,14 +285,17 @@ def counted(name):
     model = staged(name, mesh)
     step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
     batch = batch_of(8)
-    mx.eval(step(model, *batch))
-    before = group._world.counters()
-    mx.eval(step(model, *batch))
-    group.meet()
-    after = group._world.counters()
+
+    def sent_after_a_step():
+        mx.eval(step(model, *batch))
+        bridge.wait_for_cpu_streams()  # no gradient waits for what this rank sends
+        group.meet()
+        return group._world.counters()["payload_bytes_sent"]
+
+    before = sent_after_a_step()
+    sent = sent_after_a_step() - before
     hidden = 2 * (batch[0].shape[1] - 1) * 64 * 4
     neighbors = (rank > 0) + (rank < size - 1)
-    sent = after["payload_bytes_sent"] - before["payload_bytes_sent"]
     assert 0 <= sent - 4 * neighbors * hidden <= 64 * size, (sent, 4 * neighbors * hidden)
 
 
