@@ -99,14 +99,15 @@ def _held(part: Any, listed: bool, module: nn.Module, path: str, inside: dict[st
     count = 1 if keys is None else keys.shape[1]
     is_unused = all(width is None for width in widths)
     is_latent = by_heads and any(latent in module for latent in patterns.LATENT_HEADS)  # which all heads share
-    if is_unused or is_latent or all(_is_full(cut) for cut in inside.values()):
+    if is_unused or is_latent or all(_has_all(cut) for cut in inside.values()):
         return Held(listed, by_heads, tuple(range(count)), count, widths)
     if keys is None or (found := _cut_heads(module, path, inside, keys)) is None:
         raise InvalidArgument(f"{path} is sharded, and which part of its cache a rank has is not known")
     return Held(listed, by_heads, *found, widths)
 
 
-def _is_full(cut: Cut) -> bool:
+def _has_all(cut: Cut) -> bool:
+    """Whether this rank has all of a parameter, also of one that is cut for others."""
     return all(ranges == ((0, length),) for ranges, length in zip(cut.ranges, cut.shape, strict=True))
 
 

@@ -128,7 +128,7 @@ def _send_arrays(states: list[list[Any]], offers: Offers, takes: dict[int, Takes
             for peer, of_peer in takes.items():
                 for x in arrays_in(taken(offers[number][place].name, state, of_peer[number][place])):
                     sends.add(x, peer)
-            # Also what nobody takes: other shards and stages wait for this one.
+            # Also what no receiver takes: other shards and stages wait for this one.
             for x in arrays_in(state):
                 sends.compute(x)
     sends.wait()

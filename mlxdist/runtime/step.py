@@ -19,17 +19,11 @@ class Computed(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """A step of a rank whose parts are measured, such as that of a stage of a pipeline. ``spans``: one by one."""
+    """A step of a rank whose parts are measured, such as that of a stage of a pipeline: the share of the time in which
+    it computes nothing, and what it computes, in order."""
 
-    started_ns: int
+    bubble: float
     spans: tuple[Computed, ...]
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which it computes nothing."""
-        whole = self.spans[-1].ended_ns - self.started_ns if self.spans else 0
-        busy = sum(span.ended_ns - span.started_ns for span in self.spans)
-        return 1 - busy / whole if whole > 0 else 0.0
 
 
 _computing: Computing | None = None
@@ -60,11 +54,11 @@ def current_step() -> tuple[int | None, int | None]:
     return _current
 
 
-def set_computing(started_ns: int, spans: Sequence[Computed]) -> None:
+def set_computing(bubble: float, spans: Sequence[Computed]) -> None:
     """Reports what this rank has computed in its last step. :func:`mlxdist.train.value_and_grad` does for a stage of a
     pipeline."""
     global _computing
-    _computing = Computing(started_ns, tuple(spans))
+    _computing = Computing(bubble, tuple(spans))
 
 
 def current_computing() -> Computing | None:

@@ -17,6 +17,7 @@ from mlx_lm.server import _make_logits_processors
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
+from mlxdist.nn.pipeline.stage import stage_of
 
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
@@ -74,7 +75,8 @@ class Worker:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
         self._model, self._tokenizer = model, tokenizer
-        stages = model.stage.stages if hasattr(model, "stage") else 1
+        stage = stage_of(model)
+        stages = 1 if stage is None else stage.stages
         # In stages each step is one of a batch of several, which have the places together.
         sizes: dict[str, Any] = {
             "completion_batch_size": -(-limits.decode_concurrency // stages),

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.pipeline import Stage
+from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.sharding.cut import Cut
 from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.group import Group
@@ -54,9 +54,9 @@ def clip_grad_norm(
     known = {} if model is None else cuts(model)
     _check(flat, None if model is None else known)
     squares: dict[tuple[AnyGroup, ...], mx.array] = {}
-    stage = getattr(model, "stage", None)
+    stage = stage_of(model)
     for path, gradient in flat:
-        if isinstance(stage, Stage) and stage.holders(path)[0] != stage.index:
+        if stage is not None and stage.holders(path)[0] != stage.index:
             continue  # the first stage that holds it counts it
         cut = known.get(path)
         key = () if cut is None else cut.groups

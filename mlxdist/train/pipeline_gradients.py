@@ -1,8 +1,8 @@
 """The gradients of a training step of a pipeline: what a schedule says, with messages between the stages.
 
 MLX is lazy, so one ``mx.vjp`` of a stage is the graph of F, I and W of a micro-batch: evaluating its outputs is F, the
-gradient of what the stage has received is I, those of the parameters are W. The cotangents in it are messages that are
-received when I begins.
+gradient of what the stage has received is I, those of the parameters are W. What is received, and the cotangents, are
+messages that arrive while the action before is computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -86,6 +86,10 @@ class PipelineGradients(StepGradients):
         self._is_weighted, self._values = isinstance(value, tuple), [value] * self._count
         parameters: Any = tree_flatten(tree)
         self._parameters = list(parameters)
+        self._places = [
+            [place for place, (path, _) in enumerate(parameters) if self._stage.is_in_chunk(path, chunk)]
+            for chunk in range(self._schedule.virtual)
+        ]
         return list(reversed(range(len(parameters))))
 
     def _sums(self, tree: Any, parts: list[Part]) -> dict[int, mx.array]:
@@ -153,7 +157,7 @@ class PipelineGradients(StepGradients):
         stage, model = self._stage, self._averaging.model
         received = self._received.pop((number, chunk))
         cotangents = self._recv(self._gradients, part + 1, 1) if part < self._last else [mx.array(1.0)]
-        places = [place for place, (path, _) in enumerate(self._parameters) if stage.is_in_chunk(path, chunk)]
+        places = self._places[chunk]
         values: list[Any] = []
 
         def run(*arrays: mx.array) -> Arrays:

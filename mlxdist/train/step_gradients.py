@@ -24,7 +24,7 @@ from . import micro_batches
 from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, reduced_over
 from .gradient_buckets import sum_dtype
 
-__all__ = ["Part", "StepGradients", "arrays_in", "ends_all"]
+__all__ = ["Part", "StepGradients", "ends_all"]
 
 Part = tuple[tuple, dict[str, Any]]  # the arguments of a micro-batch
 
@@ -93,7 +93,7 @@ class StepGradients:
         sums = self._first
         for number in range(1, self._count):
             sums = {place: array.astype(sum_dtype(array.dtype)) for place, array in sums.items()}
-            mx.async_eval(sums, arrays_in(self._values[-1]), self._kept.gradients)
+            mx.async_eval(sums, _arrays(self._values[-1]), self._kept.gradients)
             for place, array in self._differentiate(number, tree, parts[number]).items():
                 sums[place] = sums[place] + array.astype(sums[place].dtype)
         return sums
@@ -186,7 +186,7 @@ class StepGradients:
 
     def _waiting(self) -> list[mx.array]:
         """What the first bucket brings along."""
-        return arrays_in(self._values)
+        return _arrays(self._values)
 
     def _value(self) -> Any:
         """What fn returned, of all micro-batches as of one."""
@@ -225,7 +225,7 @@ def _tokens(tokens: Any) -> mx.array:
     )
 
 
-def arrays_in(tree: Any) -> list[mx.array]:
+def _arrays(tree: Any) -> list[mx.array]:
     flat: Any = tree_flatten(tree)
     return [leaf for _, leaf in flat if isinstance(leaf, mx.array)]
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline import Schedule, Stage, pipeline_schedule
+from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
@@ -80,27 +81,27 @@ def value_and_grad(
     Raises:
         InvalidArgument: on all ranks: an argument is not what it should be on one of them, or they differ.
     """
-    stage: Any = getattr(model, "stage", None)
+    stage = stage_of(model)
     if mesh is not None and group is None:
         axes = {name: mesh[name] for name in _DATA_AXES if mesh.size(name) > 1}
         everyone = mesh[_DATA_AXES]
     else:
         everyone = group_of(group)
         axes = {"group": everyone} if everyone.size() > 1 else {}
-    is_pipeline = isinstance(stage, Stage) and stage.stages > 1
-    ranks = mesh.group if is_pipeline and mesh is not None else everyone
-    with agreed(NAME, ranks, accumulate, all_reduce_size, reduce_dtype, str(schedule)):
+    plan: Schedule | None = None
+    ranks = mesh.group if stage is not None and stage.stages > 1 and mesh is not None else everyone
+    with agreed(NAME, ranks, accumulate, all_reduce_size, reduce_dtype, schedule):
         _check(model, fn, group is not None and mesh is not None, accumulate, all_reduce_size)
         check_reduce_dtype(NAME, reduce_dtype)
-        if is_pipeline:
-            plan = _schedule_of(model, stage, mesh, schedule, accumulate)
-        elif schedule is not None and not isinstance(stage, Stage):
+        if stage is None and schedule is not None:
             raise InvalidArgument(f"{NAME}: a schedule is for a model in stages; call pipeline_parallel(model) first")
+        if stage is not None and stage.stages > 1:
+            plan = _schedule_of(model, stage, mesh, schedule, accumulate)
     averaging = Averaging(model, everyone, axes, mesh, all_reduce_size, reduce_dtype)
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if is_pipeline:
+        if plan is not None and stage is not None:
             return PipelineGradients(averaging, fn, plan, stage, ranks).run(args, kwargs)
         return StepGradients(averaging, fn, accumulate).run(args, kwargs)
 

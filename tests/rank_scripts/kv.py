@@ -179,7 +179,7 @@ def shapes(cache):
 
 
 def bytes_of_sides(senders, receivers, name):
-    """What a receiver needs is sent once, whoever has it; besides, descriptions."""
+    """What a receiver needs is sent once, whichever rank has it; besides, descriptions."""
     both = Sides(senders, receivers)
     model = both.place(tiny_models.build(name))
     cache = prefilled(model, "plain")
@@ -231,7 +231,7 @@ def bad_sides():
 
 
 def bad_pairs():
-    """What two ranks alone find: heads that nobody has, peers that are none, one side without a model."""
+    """What two ranks alone find: heads that no rank has, peers that are none, one side without a model."""
     model = tiny_models.build("qwen3")
     shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group)
     cache = prefilled(shard, "plain")

@@ -33,6 +33,13 @@ def require_times(measured: dict) -> None:
     assert measured["count"] > 0
 
 
+def results_of(operation: str, **times: float) -> list[dict]:
+    """Of one case, by variant."""
+    case = {"operation": operation, "hidden": 128, "layers": 4}
+    quantiles = ("median", "p10", "p90", "min", "max")
+    return [{"case": case, "variant": name, "microseconds": dict.fromkeys(quantiles, t)} for name, t in times.items()]
+
+
 def require_limits(result: dict) -> None:
     for name in LIMITS if len(CORES) > 1 else ["memcpy"]:
         require_times(result[name])

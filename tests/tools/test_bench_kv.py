@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_bench import bench, require_times
+from test_bench import bench, require_times, results_of
 
 from mlxdist.tools.bench.kv import ALONE, KV, MESSAGES, SPLIT, targets
 
@@ -26,13 +26,7 @@ def test_other_numbers_of_ranks():
 
 
 def test_targets():
-    def row(operation, **times):
-        case = {"operation": operation, "hidden": 128, "layers": 4, "tokens": 64}
-        quantiles = ("median", "p10", "p90", "min", "max")
-        return [
-            {"case": case, "variant": name, "microseconds": dict.fromkeys(quantiles, t)} for name, t in times.items()
-        ]
-
     for kv, split, met in ((1.0, 1.04, [True, True]), (1.2, 1.06, [False, False])):
-        cases = [*row("transfer", **{KV: kv, MESSAGES: 1.0}), *row("first token", **{SPLIT: split, ALONE: 1.0})]
+        first_token = results_of("first token", **{SPLIT: split, ALONE: 1.0})
+        cases = [*results_of("transfer", **{KV: kv, MESSAGES: 1.0}), *first_token]
         assert [target.judged()["met"] for target in targets({"cases": cases})] == met

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_bench import bench, require_times
+from test_bench import bench, require_times, results_of
 
 from mlxdist.tools.bench.pp import ALONE, BATCH, BY_SPEED, EQUAL, IN_FLIGHT, MLX_LM, SCHEDULES, targets
 
@@ -30,20 +30,13 @@ def test_more_stages_than_layers():
 
 
 def test_targets():
-    def row(operation, **times):
-        case = {"operation": operation, "hidden": 128, "layers": 4, "vocabulary": 64}
-        quantiles = ("median", "p10", "p90", "min", "max")
-        return [
-            {"case": case, "variant": name, "microseconds": dict.fromkeys(quantiles, t)} for name, t in times.items()
-        ]
-
-    training = row("training", **{"1f1b": 2.0, "gpipe": 2.0, "zero_bubble": 2.0, ALONE: 3.2})
+    training = results_of("training", **{"1f1b": 2.0, "gpipe": 2.0, "zero_bubble": 2.0, ALONE: 3.2})
     for result, bubble in zip(training, (0.1, 0.15, 0.2)):
         result |= {"bubble": bubble, "formula": 0.1}
     cases = [
         *training,
-        *row("generation", **{IN_FLIGHT: 1.0, BATCH: 1.5, MLX_LM: 1.5}),
-        *row("slowed", **{BY_SPEED: 1.0, EQUAL: 1.3}),
+        *results_of("generation", **{IN_FLIGHT: 1.0, BATCH: 1.5, MLX_LM: 1.5}),
+        *results_of("slowed", **{BY_SPEED: 1.0, EQUAL: 1.3}),
     ]
     met = [target.judged()["met"] for target in targets({"cases": cases})]
     assert met == [True, False, True, False, False, True]  # in the order of SCHEDULES: gpipe, 1f1b, zero_bubble

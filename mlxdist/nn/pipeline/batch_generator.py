@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.partition import require_counts
 
-from .stage import Stage
+from .stage import stage_of
 
 __all__ = ["PipelineBatchGenerator"]
 
@@ -37,8 +37,8 @@ class PipelineBatchGenerator:
     def __init__(self, model: nn.Module, *, batches: int | None = None, **options: Any) -> None:
         from mlx_lm.generate import BatchGenerator
 
-        stage = getattr(model, "stage", None)
-        if not isinstance(stage, Stage):
+        stage = stage_of(model)
+        if stage is None:
             raise InvalidArgument(
                 "PipelineBatchGenerator: the model has no stages; call pipeline_parallel(model) first"
             )
@@ -132,6 +132,7 @@ class PipelineBatchGenerator:
     def _of_each(self, uids: Iterable[int], call: Any) -> dict[int, Any]:
         """What a call with the requests of a batch returns, of all batches."""
         found: dict[int, Any] = {}
+        uids = list(uids)
         for batch, generator in enumerate(self._generators):
             numbers = {self._places[uid][1]: uid for uid in uids if self._places.get(uid, (None,))[0] == batch}
             if numbers:

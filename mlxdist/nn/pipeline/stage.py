@@ -26,7 +26,7 @@ from .stage_plan import StagePlan, plan_of_layers, stages_of
 from .timeline import Stamps, Timeline
 from .transfer import Transfer
 
-__all__ = ["Stage", "pipeline_parallel"]
+__all__ = ["Stage", "pipeline_parallel", "stage_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,7 +55,7 @@ def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | No
     group = group_of(group)
     layers: Any = None
     with agreed("pipeline_parallel", group, None if plan is None else plan.to_json()):
-        if isinstance(getattr(model, "stage", None), Stage):
+        if stage_of(model) is not None:
             raise InvalidArgument("pipeline_parallel: the model is a stage already")
         layers = find_layers(model)
         plan = plan or plan_of_layers(model, layers, group.size())
@@ -70,6 +70,12 @@ def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | No
     _routed(model, stage, layers)
     _drop_others(model, stage, layers)
     return model
+
+
+def stage_of(model: Any) -> "Stage | None":
+    """``model.stage``; None: :func:`pipeline_parallel` has not made the model."""
+    stage = getattr(model, "stage", None)
+    return stage if isinstance(stage, Stage) else None
 
 
 class Stage:
@@ -92,6 +98,7 @@ class Stage:
         self.transfer = Transfer.of(group) if self.stages > 1 else None
         self._model: Callable[..., Any] = partial(type(model).__call__, model)
         self._run: _Run | None = None
+        self._numbers = {path: number for number, path in enumerate(layers.paths)}
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
         self.stamps: Stamps | None = None
         self._calls = 0
@@ -232,7 +239,7 @@ class Stage:
     def holders(self, path: str) -> list[int]:
         """Which stages hold the parameter at that path of the full model."""
         if (number := self._layer_of(path)) is not None:
-            return [stage for stage in range(self.stages) if number in self.plan.layers(stage)]
+            return [part % self.stages for part, pair in enumerate(self.plan.ranges) if number in range(*pair)]
         for module, when in self._layers.outside.items():
             if path.startswith(f"{module}."):
                 return stages_of(when, self.stages)
@@ -248,10 +255,10 @@ class Stage:
         return self._shared.get(tuple(self.holders(path)))
 
     def _layer_of(self, path: str) -> int | None:
-        for number, layer in enumerate(self._layers.paths):
-            if path.startswith(f"{layer}."):
-                return number
-        return None
+        """The number of the layer that has the parameter at that path; None: it is in no layer."""
+        while path and path not in self._numbers:
+            path = path.rpartition(".")[0]
+        return self._numbers.get(path)
 
     def boundary(self, part: int) -> Boundary:
         """What virtual stage ``part`` of the model takes from the one before."""

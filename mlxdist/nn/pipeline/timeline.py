@@ -139,7 +139,7 @@ class Stamps:
         spans = [
             Computed(str(action), round(start * 1e9), round(end * 1e9)) for action, start, end in timeline.spans[0]
         ]
-        set_computing(round(timeline.start * 1e9), spans)
+        set_computing(max(0.0, timeline.bubble), spans)  # of a sum of floats
 
     def _after(self, arrays: Sequence[mx.array]) -> mx.array:
         time: mx.array = bridge.time_stamp(list(arrays), self.stream)

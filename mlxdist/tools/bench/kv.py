@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from .results import Target, by_case, case_name, comparison_table
+from .results import Target, by_case, case_name, print_comparisons
 from .runner import ONE_THREAD, Report, Runner, benchmark
 from .sizes import multiples_of, names_of
 
@@ -62,8 +62,4 @@ def targets(results: dict[str, Any]) -> list[Target]:
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
-    for row in by_case(results):
-        shown = results | {"cases": list(row.values())}
-        first, *others = row
-        title = f"{row[first]['case']['operation']} on 2 ranks"
-        console.print(comparison_table(shown, title, console, first, others))
+    print_comparisons(results, console, "2 ranks")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from .results import Result, Target, by_case, case_name, comparison_table
+from .results import Result, Target, by_case, case_name, print_comparisons
 from .runner import ONE_THREAD, Report, Runner, benchmark
 from .sizes import multiples_of, names_of
 
@@ -75,13 +75,11 @@ def targets(results: dict[str, Any]) -> list[Target]:
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
-    for row in by_case(results):
-        shown = results | {"cases": list(row.values())}
-        title = f"{next(iter(row.values()))['case']['operation']} on {results['setup']['ranks']} stages"
-        columns: dict[str, Callable[[dict[str, Result]], str]] = {
-            f"{name}: bubble (formula)": partial(_bubble, name) for name in SCHEDULES if name in row
-        }
-        console.print(comparison_table(shown, title, console, next(iter(row)), list(row)[1:], columns))
+    print_comparisons(results, console, f"{results['setup']['ranks']} stages", _bubbles)
+
+
+def _bubbles(row: dict[str, Result]) -> dict[str, Callable[[dict[str, Result]], str]]:
+    return {f"{name}: bubble (formula)": partial(_bubble, name) for name in SCHEDULES if name in row}
 
 
 def _bubble(name: str, row: dict[str, Result]) -> str:

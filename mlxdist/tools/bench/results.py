@@ -42,6 +42,7 @@ __all__ = [
     "key",
     "load",
     "notes",
+    "print_comparisons",
     "print_results",
     "print_targets",
     "results_console",
@@ -244,6 +245,20 @@ def comparison_table(
         rows = [[*row[:1], *(cell.partition(" [")[0] for cell in row[1:])] for row in rows]
     rows = [[*cells, *(say(row) for say in more.values())] for cells, row in zip(rows, by_case(results))]
     return table_of(f"{title}; microseconds: median{' [range]' * wide}", [*columns, *more], rows)
+
+
+def print_comparisons(
+    results: Results,
+    console: Console,
+    where: str,
+    more: Callable[[dict[str, Result]], dict[str, Callable[[dict[str, Result]], str]]] = lambda row: {},
+) -> None:
+    """A comparison of its own for each case, whose variants differ: of the first one with the others."""
+    for row in by_case(results):
+        first, *others = row
+        title = f"{row[first]['case']['operation']} on {where}"
+        shown = results | {"cases": list(row.values())}
+        console.print(comparison_table(shown, title, console, first, others, more(row)))
 
 
 def comparison(

@@ -18,7 +18,8 @@ from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import Checkpoint
-from mlxdist.nn.pipeline import Stage, StagePlan, pipeline_parallel, plan_stages
+from mlxdist.nn.pipeline import StagePlan, pipeline_parallel, plan_stages
+from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.runtime.arguments import group_of
@@ -190,7 +191,7 @@ def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
     """Raises InvalidArgument if the model that is sharded does not have the parameters of the plan."""
     found = {name: array.shape for name, array in parameters(model).items()}
     planned = {name: tuple(shard.shape_on(rank)) for name, shard in plan.shards.items()}
-    for name in found if hasattr(model, "stage") else [*planned, *found]:
+    for name in found if stage_of(model) else [*planned, *found]:
         if found.get(name) != planned.get(name):
             raise InvalidArgument(
                 f"load_sharded: {name} has shape {found.get(name)} in the model that is sharded, and "
@@ -233,7 +234,7 @@ def _load_shards(
 
 def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
     """Puts this rank's shards into the model, one parameter after the other, from rank 0."""
-    stage: Stage | None = getattr(model, "stage", None)
+    stage = stage_of(model)
     rank = group.rank() % plan.ranks
     rows = {name: stage.holders(name) if stage else [0] for name in plan.shards}
     of_a_row = {name: sum(map(shard.bytes, range(plan.ranks))) for name, shard in plan.shards.items()}
