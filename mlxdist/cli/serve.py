@@ -39,6 +39,12 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
+@click.option("--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it.")
+@click.option("--prompt-lookup", is_flag=True, help="Draft what followed the last two tokens before.")
+@click.option(
+    "--num-draft-tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Drafts of a request in a step."
+)
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -89,6 +95,9 @@ def serve(
         command = module_command("mlxdist", "serve", model, *_words(context, given), python=selection.python)
         _launch([*where, "--", *command])
         return
+    if given["draft_model"] and given["prompt_lookup"]:
+        raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
+    drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
     from mlxdist.serve.server import BatchLimits, ServeOptions
     from mlxdist.serve.server import serve as run
 
@@ -100,11 +109,12 @@ def serve(
     )
     options = ServeOptions(
         model,
-        limits=BatchLimits(**limits),
+        limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("host", "port", "pipeline", "draft_model", "shard_draft_model"),
+        **some("max_queue", "request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))
 

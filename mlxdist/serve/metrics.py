@@ -12,6 +12,8 @@ _HELP = {
     "prompt_tokens_total": "Tokens of the prompts of admitted requests.",
     "cached_prompt_tokens_total": "Of these, tokens that the prefix cache had: the rate of both is its hit rate.",
     "generated_tokens_total": "Tokens generated.",
+    "draft_tokens_total": "Drafts, of --draft-model or --prompt-lookup.",
+    "accepted_draft_tokens_total": "Drafts that became tokens of an answer.",
     "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
     "decision_bytes_total": "Bytes of these messages.",
     "running": "Requests in the batch.",

@@ -9,28 +9,47 @@ from mlx_lm.server import _make_sampler
 
 from .decisions import Admission
 
-__all__ = ["sampler_of"]
+__all__ = ["SeededSampler", "sampler_of"]
 
 Sampler = Callable[[mx.array], mx.array]
 
 _AHEAD = 16  # states that are computed together
 
 
-def sampler_of(request: Admission, tokenizer: object) -> Sampler:
-    """Draws what mlx-lm draws for this request alone, after ``mx.random.seed(request.seed)``.
+class SeededSampler:
+    """Draws what mlx-lm's ``sampler`` draws for one request alone, after ``mx.random.seed(seed)``.
 
     It does so in a batch, too, and whatever other requests draw in between: on all ranks the same.
+
+    Args:
+        draws: from MLX's random state for a token.
     """
+
+    def __init__(self, sampler: Sampler, seed: int, draws: int) -> None:
+        self._sampler = sampler
+        self._states = _states(seed, draws)
+        self._seeds: list[int] = []  # of the tokens from the first one on
+        self._sampled = 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """The next token."""
+        self._sampled += 1
+        return self.at(self._sampled - 1, logprobs)
+
+    def at(self, index: int, logprobs: mx.array) -> mx.array:
+        """The token with this index in the answer, from 0. It may be drawn several times, as drafts are."""
+        while len(self._seeds) <= index:
+            self._seeds.append(next(self._states))
+        mx.random.seed(self._seeds[index])
+        return self._sampler(logprobs)
+
+
+def sampler_of(request: Admission, tokenizer: object) -> Sampler:
+    """mlx-lm's greedy sampler, or one with the random state of this request alone."""
     sampler = _make_sampler(request, tokenizer)
     if sampler is greedy_sampler:
         return sampler
-    states = _states(request.seed, draws=1 + (request.sampling.xtc_probability > 0))
-
-    def seeded(logprobs: mx.array) -> mx.array:
-        mx.random.seed(next(states))
-        return sampler(logprobs)
-
-    return seeded
+    return SeededSampler(sampler, request.seed, draws=1 + (request.sampling.xtc_probability > 0))
 
 
 def _states(seed: int, draws: int) -> Iterator[int]:

@@ -158,6 +158,8 @@ class Scheduler:
         for response in outcome.prefill:
             self._running[response.uid].events.put(response.progress)
         self._metrics.add("generated_tokens_total", len(outcome.tokens))
+        self._metrics.add("draft_tokens_total", outcome.drafted)
+        self._metrics.add("accepted_draft_tokens_total", outcome.accepted)
         for response in outcome.tokens:
             request = self._running[response.uid]
             request.generated += 1

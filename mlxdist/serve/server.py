@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from mlx import nn
 from mlx_lm.utils import load_config
 
 from mlxdist.base.errors import InvalidArgument
@@ -25,6 +26,7 @@ from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
+from .speculation import DraftedModel
 from .worker import BatchLimits, Worker
 
 __all__ = ["ServeOptions", "serve"]
@@ -42,6 +44,8 @@ class ServeOptions:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
         pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
+        draft_model: as ``model``, whose tokenizer it has; None for none.
+        shard_draft_model: whether each rank has a shard of it, instead of all of it.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
@@ -56,6 +60,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     pipeline: bool = False
+    draft_model: str | None = None
+    shard_draft_model: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
@@ -73,8 +79,8 @@ def serve(options: ServeOptions) -> int:
         The exit status: 0 after SIGTERM, 130 after SIGINT.
 
     Raises:
-        InvalidArgument: there is no such model, or it cannot be sharded or batched; the address cannot be listened at.
-            On all ranks.
+        InvalidArgument: there is no such model, or it cannot be sharded or batched; the draft model has other tokens;
+            the address cannot be listened at. On all ranks.
         PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
             has ended all requests with the reason.
     """
@@ -83,7 +89,9 @@ def serve(options: ServeOptions) -> int:
     assert own is not None  # the color is not negative
     with agreed("serve", group, options):  # the key is not in its repr
         directory = model_directory(options.model)
-        context = _context(directory, options.max_context)
+        if options.limits.num_draft_tokens and options.pipeline:
+            raise InvalidArgument("serve: there are no drafts with stages; leave out --pipeline, or the drafts")
+        context = _context(directory, options.max_context) - options.limits.num_draft_tokens
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
@@ -91,9 +99,14 @@ def serve(options: ServeOptions) -> int:
     with contextlib.nullcontext() if http is None else http.listening():
         stages = group.size() if options.pipeline else 1
         model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
+        draft = _load_draft(options, group)
         with agreed("serve", group):
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")
+            if draft is not None:
+                model = DraftedModel(model, draft[0])
+                if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
+                    raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
         scheduler = None
@@ -113,6 +126,17 @@ def serve(options: ServeOptions) -> int:
             raise
         worker.close()
     return 130 if received == signal.SIGINT else 0
+
+
+def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | None:
+    """The draft model and its tokenizer. Collective, with one."""
+    if options.draft_model is None:
+        return None
+    if options.shard_draft_model:
+        return load_sharded(options.draft_model, group)
+    alone = group.split(group.rank())
+    assert alone is not None
+    return load_sharded(options.draft_model, alone)
 
 
 def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:

@@ -22,6 +22,7 @@ from mlxdist.nn.pipeline.stage import stage_of
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
+from .speculation import SpeculativeBatchGenerator
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
 
@@ -37,6 +38,7 @@ class BatchLimits:
         prompt_concurrency: prompts of one chunk.
         prefill_step_size: tokens of each prompt in a chunk.
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
+        num_draft_tokens: drafts of each request in a step; 0: of a step a request has one token.
     """
 
     decode_concurrency: int = 32
@@ -44,6 +46,7 @@ class BatchLimits:
     prefill_step_size: int = 512
     prompt_cache_size: int = 64
     prompt_cache_tokens: int = 1 << 15
+    num_draft_tokens: int = 0
 
 
 @dataclass
@@ -53,41 +56,32 @@ class Outcome:
     Attributes:
         cached: of each admitted request, the tokens of its prompt that the prefix cache had.
         prefill: mlx-lm's responses of prompts.
-        tokens: mlx-lm's responses of requests that generate.
+        tokens: mlx-lm's responses of requests that generate; with drafts a request may have several.
+        drafted, accepted: how many drafts the model has computed, and how many of them it would have sampled.
     """
 
     cached: dict[int, int] = field(default_factory=dict)
     prefill: list[Any] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Worker:
     """The batch of this rank.
 
     Attributes:
-        digest: CRC-32 of the tokens of the last step and their requests.
+        digest: CRC-32 of the tokens of the last step and their requests, and of the drafts.
 
     Raises:
-        InvalidArgument: the model has caches that mlx-lm cannot join in a batch.
+        InvalidArgument: the model has caches that mlx-lm cannot join in a batch; or drafts, and stages.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
-        self._model, self._tokenizer = model, tokenizer
-        stage = stage_of(model)
-        stages = 1 if stage is None else stage.stages
-        # In stages each step is one of a batch of several, which have the places together.
-        sizes: dict[str, Any] = {
-            "completion_batch_size": -(-limits.decode_concurrency // stages),
-            "prefill_batch_size": -(-limits.prompt_concurrency // stages),
-            "prefill_step_size": limits.prefill_step_size,
-        }
-        self._generator: Any
-        if stages > 1:
-            self._generator = PipelineBatchGenerator(model, **sizes)
-        else:
-            self._generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()), **sizes)
+        self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._generator = self._new_generator(limits.prefill_step_size)
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0
@@ -102,9 +96,10 @@ class Worker:
         Raises:
             InvalidArgument: on every rank, mlx-lm cannot compute batches of this model.
         """
-        stream = mx.default_stream(mx.default_device())
-        generator = BatchGenerator(self._model, prefill_step_size=2, stream=stream)
-        generator.insert([[0], [0] * 5, [0] * 7], max_tokens=[8, 6, 2])
+        generator = self._new_generator(prefill_step_size=2)
+        batches = self._batches()
+        prompts = [prompt for prompt in ([0], [0] * 5, [0] * 7) for _ in range(batches)]  # one in each batch
+        generator.insert(prompts, max_tokens=[length for length in (8, 6, 2) for _ in range(batches)])
         vocabulary = 0
         try:
             while responses := generator.next_generated():
@@ -114,6 +109,25 @@ class Worker:
         finally:
             generator.close()
         return vocabulary
+
+    def _new_generator(self, prefill_step_size: int) -> Any:
+        limits, batches = self._limits, self._batches()
+        sizes: dict[str, Any] = {
+            "completion_batch_size": -(-limits.decode_concurrency // batches),
+            "prefill_batch_size": -(-limits.prompt_concurrency // batches),
+            "prefill_step_size": prefill_step_size,
+        }
+        if batches > 1:
+            return PipelineBatchGenerator(self._model, **sizes)
+        stream = mx.default_stream(mx.default_device())
+        if limits.num_draft_tokens:
+            return SpeculativeBatchGenerator(self._model, limits.num_draft_tokens, stream=stream, **sizes)
+        return BatchGenerator(self._model, stream=stream, **sizes)
+
+    def _batches(self) -> int:
+        """In stages each step is one of a batch of several, which have the places together."""
+        stage = stage_of(self._model)
+        return 1 if stage is None else stage.stages
 
     def step(self, decisions: Decisions) -> Outcome:
         """Collective as the model is; in a step without requests nothing is computed.
@@ -132,6 +146,10 @@ class Worker:
             self._keep(outcome)
         sampled = np.array([(response.uid, response.token) for response in outcome.tokens], "<u4")
         self.digest = zlib.crc32(sampled.tobytes())
+        if outcome.tokens and isinstance(self._generator, SpeculativeBatchGenerator):
+            inputs = np.array(self._generator.inputs, "<u4")
+            self.digest = zlib.crc32(inputs.tobytes(), self.digest)
+            outcome.drafted, outcome.accepted = inputs[:, 1:].size, len(outcome.tokens) - len(inputs)
         return outcome
 
     def close(self) -> None:

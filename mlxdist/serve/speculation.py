@@ -1,0 +1,266 @@
+"""Speculative decoding of a batch: tokens are guessed, and the model computes several in one step.
+
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192, in the form of
+mlx-lm's ``speculative_generate_step``: a draft is accepted where the model samples the same token. Each token has the
+random state of its place in the answer, so that answers are the same with and without drafts.
+
+A smaller model drafts (:class:`DraftedModel`), or drafts are looked up: they are what followed the last two tokens
+where these were before, in the prompt or the answer ("prompt lookup decoding", github.com/apoorvumang).
+"""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.models.cache import CacheList, KVCache, dynamic_roll, make_prompt_cache
+
+from mlxdist.base.errors import InvalidArgument
+
+from .sampling import SeededSampler
+
+__all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
+
+
+class DraftedModel:
+    """A model and its draft model as one of mlx-lm's: both compute each prompt, and a prompt cache is of both.
+
+    Batches of prompts and the prefix cache are then mlx-lm's as they are.
+    """
+
+    def __init__(self, model: nn.Module, draft_model: nn.Module) -> None:
+        self._model, self._draft_model = model, draft_model
+        self._layers = len(make_prompt_cache(draft_model))
+
+    def make_cache(self) -> list[Any]:
+        return [*make_prompt_cache(self._draft_model), *make_prompt_cache(self._model)]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """The logits of the model.
+
+        Raises:
+            InvalidArgument: those of the draft model are for another number of tokens.
+        """
+        drafts = self.draft(tokens, cache)
+        logits = self.target(self.after_draft(tokens, cache), cache)
+        if drafts.shape != logits.shape:
+            vocabularies = f"{drafts.shape[-1]} tokens, and the model for {logits.shape[-1]}"
+            raise InvalidArgument(f"serve: the draft model has logits for {vocabularies}")
+        return logits
+
+    def target(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """The logits of the model, which alone computes."""
+        return self._model(tokens, cache=cache[self._layers :])
+
+    def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """The logits of the draft model, which alone computes."""
+        return self._draft_model(tokens, cache=cache[: self._layers])
+
+    def after_draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """``tokens``, which depend on the draft model's cache: all ranks compute that before what comes of them.
+
+        Without it MLX orders the collectives of both models by their graphs, which differ between unequal shards.
+        """
+        return mx.depends(tokens, [layer.keys for layer in _flat(cache[: self._layers])])
+
+
+class SpeculativeBatchGenerator(BatchGenerator):
+    """mlx-lm's ``BatchGenerator`` with several tokens of a request in a step, each with a response.
+
+    Args:
+        model: a DraftedModel; for any other one drafts are looked up.
+        num_draft_tokens: drafts of each request in a step.
+        options: of BatchGenerator.
+
+    Raises:
+        InvalidArgument: the model has a cache from which tokens cannot be taken back.
+    """
+
+    def __init__(self, model: Any, num_draft_tokens: int, **options: Any) -> None:
+        super().__init__(model, **options)
+        if unfit := {type(cache).__name__ for cache in _flat(make_prompt_cache(model)) if type(cache) is not KVCache}:
+            raise InvalidArgument(
+                f"serve: drafts need a cache from which rejected ones are taken back, not {', '.join(sorted(unfit))}"
+            )
+        self._batch = self._generation_batch = _SpeculativeBatch.empty(model, self.sampler)
+        self._batch.num_draft_tokens = num_draft_tokens
+
+    @property
+    def inputs(self) -> list[list[int]]:
+        """What the model computed in the last step: of each request a token of its answer, and drafts."""
+        return self._batch.inputs
+
+
+class _SpeculativeBatch(GenerationBatch):
+    """As in mlx-lm's, each request has a token between steps that is sampled and not in the cache: the next one."""
+
+    num_draft_tokens = 0
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.inputs: list[list[int]] = []
+        self._lookups: dict[int, _Lookup] = {}
+
+    def next(self) -> list[Any]:
+        self.inputs = []
+        if not self.uids:
+            return []
+        has_draft = isinstance(self.model, DraftedModel)
+        contexts = [
+            buffer.update_and_fetch(self._next_tokens[row : row + 1]) if self.logits_processors[row] else None
+            for row, buffer in enumerate(self._token_context)
+        ]
+        inputs = (self._draft if has_draft else self._look_up)(contexts)
+        compute = self.model.target if has_draft else self.model
+        logits = compute(inputs, cache=self.prompt_cache)
+        sampled, logprobs = [], []
+        for place in range(inputs.shape[1]):
+            tokens, of_all = self._sample(logits[:, place], inputs[:, 1 : place + 1], contexts)
+            sampled.append(tokens)
+            logprobs.append(of_all)
+        mx.eval(inputs, sampled, logprobs, self._next_logprobs)
+        self.inputs = inputs.tolist()
+        return self._accept(mx.stack(sampled, axis=1).tolist(), logprobs)
+
+    def _draft(self, contexts: list[mx.array | None]) -> mx.array:
+        """The next tokens, and drafts of the draft model after them. Shape (requests, 1 + drafts)."""
+        inputs = self._next_tokens[:, None]
+        for _ in range(self._most_drafts()):
+            logits = self.model.draft(inputs[:, -1:], self.prompt_cache)
+            tokens, _ = self._sample(logits[:, -1], inputs[:, 1:], contexts)
+            inputs = mx.concatenate([inputs, tokens[:, None]], axis=1)
+        self.model.draft(inputs[:, -1:], self.prompt_cache)  # so that both models have the same tokens in their caches
+        inputs = self.model.after_draft(inputs, self.prompt_cache)
+        mx.async_eval(inputs)
+        return inputs
+
+    def _look_up(self, contexts: list[mx.array | None]) -> mx.array:
+        """The next tokens, and as many drafts as the request has of which most are found; zeros where there are less."""
+        following, most = self._next_tokens.tolist(), self._most_drafts()
+        self._lookups = {uid: self._lookups.get(uid) or _Lookup() for uid in self.uids}
+        found = [
+            self._lookups[uid].after([*tokens, token], most)
+            for uid, tokens, token in zip(self.uids, self.tokens, following)
+        ]
+        width = max(map(len, found))
+        drafts = [each + [0] * (width - len(each)) for each in found]
+        return mx.array([[token, *each] for token, each in zip(following, drafts)], mx.uint32)
+
+    def _most_drafts(self) -> int:
+        """No more than a request can have after its next token."""
+        left = max(most - made for most, made in zip(self.max_tokens, self._num_tokens)) - 1
+        return min(self.num_draft_tokens, left)
+
+    def _sample(
+        self, logits: mx.array, drafts: mx.array, contexts: list[mx.array | None]
+    ) -> tuple[mx.array, mx.array]:
+        """Tokens and log-probabilities after the next tokens and ``drafts``, of shape (requests, drafts)."""
+        rows = []
+        for row, (context, processors) in enumerate(zip(contexts, self.logits_processors)):
+            one = logits[row : row + 1]
+            for processor in processors or ():
+                one = processor(mx.concatenate([context, drafts[row]]), one)
+            rows.append(one)
+        logits = mx.concatenate(rows) if any(self.logits_processors) else logits
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if not any(isinstance(sampler, SeededSampler) for sampler in self.samplers):
+            return self.samplers[0](logprobs), logprobs  # mlx-lm's greedy one
+        tokens = []
+        for row, (sampler, made) in enumerate(zip(self.samplers, self._num_tokens)):
+            one = logprobs[row : row + 1]
+            is_seeded = isinstance(sampler, SeededSampler)
+            tokens.append(sampler.at(made + 1 + drafts.shape[1], one) if is_seeded else sampler(one))
+        return mx.concatenate(tokens), logprobs
+
+    def _accept(self, sampled: list[list[int]], logprobs: list[mx.array]) -> list[Any]:
+        """Responses for the next tokens and the drafts that were sampled, too; the caches keep these.
+
+        Args:
+            sampled: of each request, what follows each of its inputs.
+            logprobs: of these, of each input.
+        """
+        before = [len(tokens) for tokens in self.tokens]
+        kept, reasons = [], []
+        for row, (inputs, after) in enumerate(zip(self.inputs, sampled)):
+            wrong = (place for place, token in enumerate(after[:-1]) if inputs[place + 1] != token)
+            right = next(wrong, len(after) - 1)  # drafts
+            made, reason = 0, None
+            while made <= right and reason is None:
+                reason = self._ends(row, inputs[made])
+                made += 1
+            self.tokens[row] += inputs[:made]
+            if self.logits_processors[row]:
+                self._token_context[row].update_and_fetch(mx.array(inputs[1:made], mx.int32))
+            kept.append(made)
+            reasons.append(reason)
+        _rewind(self.prompt_cache, before, kept, len(logprobs))
+        responses = [
+            response
+            for row, (made, reason) in enumerate(zip(kept, reasons))
+            for response in self._responses(row, made, reason, logprobs)
+        ]
+        self._next_tokens = mx.array([after[made - 1] for after, made in zip(sampled, kept)], mx.uint32)
+        self._next_logprobs = [logprobs[made - 1][row] for row, made in enumerate(kept)]
+        if any(reasons):
+            self.filter([row for row, reason in enumerate(reasons) if reason is None])
+        return responses
+
+    def _ends(self, row: int, token: int) -> str | None:
+        """Why a request ends with this token, or None."""
+        self._num_tokens[row] += 1
+        if self._matchers[row].advance(token):
+            return "stop"
+        return "length" if self._num_tokens[row] >= self.max_tokens[row] else None
+
+    def _responses(self, row: int, made: int, reason: str | None, logprobs: list[mx.array]) -> list[Any]:
+        of_each = [self._next_logprobs[row], *(of_all[row] for of_all in logprobs)]
+        found = [
+            self.Response(self.uids[row], token, of_each[place], None, None, None)
+            for place, token in enumerate(self.inputs[row][:made])
+        ]
+        if reason is not None:
+            found[-1].finish_reason, found[-1].all_tokens = reason, self.tokens[row]
+            found[-1].prompt_cache = self.extract_cache(row)
+        return found
+
+
+class _Lookup:
+    """Where each two tokens of a sequence were last followed by another one."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], int] = {}
+        self._seen = 2
+
+    def after(self, tokens: list[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the last two before. ``tokens`` grow from call to call."""
+        for end in range(self._seen, len(tokens)):
+            self._ends[tokens[end - 2], tokens[end - 1]] = end
+        self._seen = max(len(tokens), 2)
+        start = self._ends.get((tokens[-2], tokens[-1])) if len(tokens) > 1 else None
+        return [] if start is None else tokens[start : start + max(most, 0)]
+
+
+def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int) -> None:
+    """Takes back what was computed and not kept: of each row all but ``kept`` of the last ``computed`` tokens.
+
+    The rows of mlx-lm's batches end together, behind padding. Rows that keep fewer tokens move to the right.
+
+    Args:
+        before: tokens of each row that the cache had.
+    """
+    after = [sum(each) for each in zip(before, kept)]
+    end = max(after)
+    for layer in _flat(cache):
+        ended = layer._idx - computed
+        shifts = [(end - now) - (ended - then) for now, then in zip(after, before)]
+        if any(shifts):
+            places = mx.array(shifts)
+            layer.keys = dynamic_roll(layer.keys, places[:, None], axis=2)
+            layer.values = dynamic_roll(layer.values, places[:, None], axis=2)
+            layer.left_padding = layer.left_padding + places
+        layer.offset = layer.offset - computed + mx.array(kept)
+        layer._idx = end
+
+
+def _flat(cache: list[Any]) -> list[Any]:
+    return [layer for each in cache for layer in (each.caches if isinstance(each, CacheList) else [each])]
