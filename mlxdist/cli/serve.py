@@ -39,6 +39,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
 @click.option("--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it.")
 @click.option("--prompt-lookup", is_flag=True, help="Draft what followed the last two tokens before.")
@@ -113,7 +114,7 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "draft_model", "shard_draft_model"),
+        **some("host", "port", "pipeline", "draft_model", "shard_draft_model", "shard_vocabulary"),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))

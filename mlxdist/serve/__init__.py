@@ -9,6 +9,7 @@ worker.py        all ranks: do what the message says, and the step of mlx-lm's B
 speculation.py   drafts, which the model checks several at a time
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 sampling.py      mlx-lm's samplers, each with the random state of its request
+vocabulary.py    the output layer sharded over the vocabulary, and samples from its shards
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
 limits.py        what a request may ask for

@@ -41,7 +41,7 @@ SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH")
+_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH?")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -58,6 +58,7 @@ class Admission:
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.
+        logprobs: whether rank 0 reads log-probabilities.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Admission:
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
     stop: Sequence[Sequence[int]] = ()
+    logprobs: bool = False
 
     @property
     def brought(self) -> int:
@@ -83,7 +85,7 @@ class Admission:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
-        counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
+        counts = len(self.prompt), len(self.segments), len(lengths), len(bias), self.logprobs
         fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, *counts)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
@@ -99,7 +101,9 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases = _REQUEST.unpack(reader.take(_REQUEST.size))
+        number, most, seed, *parameters, prompt, segments, stops, biases, logprobs = _REQUEST.unpack(
+            reader.take(_REQUEST.size)
+        )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
@@ -121,6 +125,7 @@ class Admission:
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
+            logprobs,
         )
 
 

@@ -76,7 +76,7 @@ class Frontend(ResponseGenerator):
         with self._tokenizing:
             admission, context = self._prepare(request, generation_args)
             detokenizer = self.tokenizer.detokenizer
-        top = generation_args.top_logprobs if generation_args.logprobs or generation_args.top_logprobs > 0 else None
+        top = generation_args.top_logprobs if admission.logprobs else None
         running = Request(admission, is_connected, timeout=self._timeout, top_logprobs=top)
         self.scheduler.submit(running)
         first = running.events.get()
@@ -111,6 +111,7 @@ class Frontend(ResponseGenerator):
             sampling=args.sampling,
             logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),
             stop=stop,
+            logprobs=args.logprobs or args.top_logprobs > 0,
         )
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler
-from mlx_lm.server import _make_sampler
+from mlx_lm.server import SamplingArguments, _make_sampler
 
 from .decisions import Admission
 
@@ -44,10 +44,20 @@ class SeededSampler:
         return self._sampler(logprobs)
 
 
-def sampler_of(request: Admission, tokenizer: object) -> Sampler:
-    """mlx-lm's greedy sampler, or one with the random state of this request alone."""
+def sampler_of(
+    request: Admission,
+    tokenizer: object,
+    adapt: Callable[[SamplingArguments, Sampler], Sampler] = lambda sampling, sampler: sampler,
+) -> Sampler:
+    """mlx-lm's sampler for a request; with the random state of this request alone, unless it is greedy.
+
+    Args:
+        adapt: makes of mlx-lm's sampler one that takes other rows than those of all logits.
+    """
     sampler = _make_sampler(request, tokenizer)
-    if sampler is greedy_sampler:
+    is_greedy = sampler is greedy_sampler
+    sampler = adapt(request.sampling, sampler)
+    if is_greedy:
         return sampler
     return SeededSampler(sampler, request.seed, draws=1 + (request.sampling.xtc_probability > 0))
 

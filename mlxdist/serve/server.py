@@ -27,6 +27,7 @@ from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
 from .speculation import DraftedModel
+from .vocabulary import VocabParallelModel
 from .worker import BatchLimits, Worker
 
 __all__ = ["ServeOptions", "serve"]
@@ -46,6 +47,7 @@ class ServeOptions:
         pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
         draft_model: as ``model``, whose tokenizer it has; None for none.
         shard_draft_model: whether each rank has a shard of it, instead of all of it.
+        shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
@@ -62,6 +64,7 @@ class ServeOptions:
     pipeline: bool = False
     draft_model: str | None = None
     shard_draft_model: bool = False
+    shard_vocabulary: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
@@ -91,6 +94,8 @@ def serve(options: ServeOptions) -> int:
         directory = model_directory(options.model)
         if options.limits.num_draft_tokens and options.pipeline:
             raise InvalidArgument("serve: there are no drafts with stages; leave out --pipeline, or the drafts")
+        if options.shard_vocabulary and (options.limits.num_draft_tokens or options.pipeline):
+            raise InvalidArgument("serve: the vocabulary is not sharded with drafts or stages")
         context = _context(directory, options.max_context) - options.limits.num_draft_tokens
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
@@ -100,6 +105,8 @@ def serve(options: ServeOptions) -> int:
         stages = group.size() if options.pipeline else 1
         model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
         draft = _load_draft(options, group)
+        if options.shard_vocabulary and group.size() > 1:
+            model = VocabParallelModel(model, group)
         with agreed("serve", group):
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")

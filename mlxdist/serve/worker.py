@@ -23,6 +23,7 @@ from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 from .speculation import SpeculativeBatchGenerator
+from .vocabulary import VocabParallelModel
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
 
@@ -81,9 +82,11 @@ class Worker:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
         self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._sharded = model if isinstance(model, VocabParallelModel) else None
         self._generator = self._new_generator(limits.prefill_step_size)
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
+        self._with_logprobs: set[int] = set()  # numbers of requests
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -104,6 +107,8 @@ class Worker:
         try:
             while responses := generator.next_generated():
                 vocabulary = responses[0].logprobs.shape[-1]
+            if self._sharded is not None:
+                vocabulary = self._sharded.vocabulary
         except (ValueError, TypeError, AttributeError, IndexError) as error:  # of shapes, on all ranks alike
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model: {error}") from error
         finally:
@@ -116,6 +121,7 @@ class Worker:
             "completion_batch_size": -(-limits.decode_concurrency // batches),
             "prefill_batch_size": -(-limits.prompt_concurrency // batches),
             "prefill_step_size": prefill_step_size,
+            "sampler": self._sharded and self._sharded.greedy,
         }
         if batches > 1:
             return PipelineBatchGenerator(self._model, **sizes)
@@ -138,11 +144,13 @@ class Worker:
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
+        self._with_logprobs.difference_update(decisions.cancel)
         self._generator.remove([number for number in decisions.cancel if self._kinds.pop(number, None) is not None])
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._kinds:
             outcome.prefill, outcome.tokens = self._generator.next()
+            self._gather_logprobs(outcome.tokens)
             self._keep(outcome)
         sampled = np.array([(response.uid, response.token) for response in outcome.tokens], "<u4")
         self.digest = zlib.crc32(sampled.tobytes())
@@ -151,6 +159,15 @@ class Worker:
             self.digest = zlib.crc32(inputs.tobytes(), self.digest)
             outcome.drafted, outcome.accepted = inputs[:, 1:].size, len(outcome.tokens) - len(inputs)
         return outcome
+
+    def _gather_logprobs(self, responses: list[Any]) -> None:
+        """Of requests whose client wants them; all ranks take part."""
+        if self._sharded is None:
+            return
+        for response in responses:
+            if response.uid in self._with_logprobs:
+                response.logprobs = self._sharded.gathered(response.logprobs)
+        mx.eval([response.logprobs for response in responses])
 
     def close(self) -> None:
         """Waits for the token that is computed ahead."""
@@ -171,18 +188,26 @@ class Worker:
                 segments.append(prompt[start:end])
                 kinds.append(kind)
         eos = [(token,) for token in self._tokenizer.eos_token_ids]
+        processors = _make_logits_processors(request)
+        if self._sharded is None:
+            sampler = sampler_of(request, self._tokenizer)
+        else:
+            sampler = sampler_of(request, self._tokenizer, self._sharded.sampler)
+            processors = self._sharded.processors(processors)
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
             caches=[cache],
             all_tokens=[prompt[:cached]],
-            samplers=[sampler_of(request, self._tokenizer)],
-            logits_processors=[_make_logits_processors(request)],
+            samplers=[sampler],
+            logits_processors=[processors],
             stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
         self._kinds[uid] = kinds[::-1]
+        if request.logprobs:
+            self._with_logprobs.add(uid)
         return cached
 
     def _keep(self, outcome: Outcome) -> None:
@@ -198,6 +223,7 @@ class Worker:
             if response.finish_reason is not None:
                 self._insert(response.all_tokens, response.prompt_cache, "assistant")
                 del self._kinds[response.uid]
+                self._with_logprobs.discard(response.uid)
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch

@@ -7,7 +7,7 @@ For every row of logits this is what a rank sends:
     vocab_parallel_argmax           8 bytes: its largest logit and where that is
     vocab_parallel_log_probs        8 bytes: the log-sum-exp of its shard, and the logit of the token if it holds it
     vocab_parallel_cross_entropy    the same; 4 more with label smoothing; nothing in the backward pass
-    VocabParallelSampler            8 bytes for the choice, and for each filter: 4 (min_p), 4 * top_k (top_k),
+    VocabParallelSampler            8 or 12 bytes for the choice, and for each filter: 4 (min_p), 4 * top_k (top_k),
                                     4 + 1024 a round in 2 to 4 rounds (top_p)
 
 All are lazy and work inside ``mx.compile``. Results are the same on every rank: they are computed from the same
@@ -139,6 +139,10 @@ class VocabParallelSampler:
     ``key`` it comes from MLX's global random state: seed it alike on all ranks for that, or not at all. All ranks get
     the same token in any case.
 
+    With ``uniform``, numbers from 0 to 1 of shape (...), the choice is the first token up to which the probabilities add
+    up to more ("inverse transform sampling"), as ``mx.random.categorical`` chooses for a single row, up to the rounding
+    of sums. A rank then sends 12 bytes.
+
     Args:
         temp: the temperature; 0 takes the most probable token, without filters and noise.
         top_p: from 0 to 1; 0 and 1 keep all tokens.
@@ -171,7 +175,9 @@ class VocabParallelSampler:
         with agreed("VocabParallelSampler", self._group, values):
             self._check()
 
-    def __call__(self, logits: mx.array, key: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, logits: mx.array, key: mx.array | None = None, *, uniform: mx.array | None = None
+    ) -> mx.array:
         here = _place("VocabParallelSampler", logits, self.sizes, self._group)
         x = logits.astype(mx.float32)
         if self.temp == 0 or x.size == 0:
@@ -183,8 +189,11 @@ class VocabParallelSampler:
             x = self._min_p(x)
         if self.top_k > 0:
             x = mx.where(self._among_largest(x, self.top_k), x, -mx.inf)
+        x = x * (1 / self.temp)
+        if uniform is not None:
+            return self._where_it_exceeds(x, uniform.reshape(-1, 1), here).reshape(logits.shape[:-1])
         noise = gumbel_noise(x.shape[0], here, sum(self.sizes), key)
-        return _argmax(x * (1 / self.temp) + noise, here, self._group).reshape(logits.shape[:-1])
+        return _argmax(x + noise, here, self._group).reshape(logits.shape[:-1])
 
     def _check(self) -> None:
         name = "VocabParallelSampler"
@@ -234,6 +243,19 @@ class VocabParallelSampler:
         if self.min_tokens_to_keep > 1:
             keep = keep | self._among_largest(x, self.min_tokens_to_keep)
         return mx.where(keep, x, -mx.inf)
+
+    def _where_it_exceeds(self, x: mx.array, uniform: mx.array, here: slice) -> mx.array:
+        """The first token up to which the probabilities add up to more than ``uniform``, shape (rows, 1)."""
+        summed = mx.cumsum(mx.exp(x - self._top(x)), axis=-1)
+        masses = _gather(summed[:, -1:], self._group)  # (ranks, rows, 1)
+        until = mx.cumsum(masses, axis=0)
+        target = uniform * until[-1]
+        owner = mx.minimum((until <= target).sum(axis=0), self._group.size() - 1)
+        rank = self._group.rank()
+        place = (summed <= target - (until[rank] - masses[rank])).sum(axis=-1, keepdims=True)
+        last = (summed < summed[:, -1:]).sum(axis=-1, keepdims=True)  # that is probable: sums are rounded
+        mine = mx.where(owner == rank, here.start + mx.minimum(place, last), 0)
+        return all_sum(mine.astype(mx.uint32), group=self._group)
 
     def _top(self, x: mx.array) -> mx.array:
         """Each row's largest value of all ranks, shape (rows, 1)."""

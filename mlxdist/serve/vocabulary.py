@@ -1,0 +1,145 @@
+"""Sampling from logits of which every rank computes a shard of the vocabulary, inside mlx-lm's batches.
+
+mlx-lm's generators subtract the log-sum-exp of a row of logits and give the row to a sampler. A row here is this rank's
+logits and, as one more, the log-sum-exp of all others': so the log-sum-exp of the row is that of the whole vocabulary.
+Tokens are those of mlx-lm's samplers, from the same random numbers.
+
+For every row of logits a rank sends 4 bytes for that sum, and what :class:`mlxdist.nn.VocabParallelSampler` does.
+Logits are gathered for requests with logits processors or with xtc_probability, and whose client wants
+log-probabilities.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.server import SamplingArguments
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn import ParallelLMHead, VocabParallelSampler
+from mlxdist.nn.partition import join, shard_slice, split_sizes
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_gather
+
+__all__ = ["VocabParallelModel"]
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+class VocabParallelModel:
+    """A model of mlx-lm whose output layer is sharded over the vocabulary, in place. Collective.
+
+    Raises:
+        InvalidArgument: it has no output layer that is known, or more than one.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._model, self._group = model, group
+        self._sizes = _shard_output_layer(model, group)
+        self._sampler = VocabParallelSampler(sizes=self._sizes, group=group)
+        self.vocabulary = sum(self._sizes)
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(self._model)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Logits of this rank, and the log-sum-exp of the others', float32. Shape (requests, tokens, size + 1).
+
+        Raises:
+            InvalidArgument: the model returns something else than its output layer's logits.
+        """
+        logits = self._model(tokens, cache=cache).astype(mx.float32)
+        if logits.shape[-1] != self._sizes[self._group.rank()]:
+            raise InvalidArgument(f"serve: {type(self._model).__module__} does not return its output layer's logits")
+        sums = all_gather(mx.logsumexp(logits, axis=-1, keepdims=True)[None], group=self._group)
+        return self._with_rest(logits, sums)
+
+    def gathered(self, row: mx.array) -> mx.array:
+        """All logits of a row, or all log-probabilities. A collective, when it is evaluated."""
+        return join(row[..., :-1], -1, self._sizes, self._group)
+
+    def greedy(self, row: mx.array) -> mx.array:
+        """The most probable token, of any number of rows."""
+        return self._sampler(row[..., :-1])
+
+    def sampler(self, sampling: SamplingArguments, sampler: Sampler) -> Sampler:
+        """What draws from this model's rows as ``sampler``, mlx-lm's with these arguments, does from whole ones."""
+        if sampler is greedy_sampler:
+            return self.greedy
+        if sampling.xtc_probability > 0:
+            return lambda row: sampler(self.gathered(row))
+        sharded = copy(self._sampler)
+        sharded.temp, sharded.top_p, sharded.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+        sharded.top_k = sampling.top_k
+
+        def sample(row: mx.array) -> mx.array:
+            return sharded(row[..., :-1], uniform=mx.random.uniform(shape=(len(row),)))
+
+        return sample
+
+    def processors(self, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+        """One for this model's rows, which does what ``processors`` do with whole ones."""
+
+        def process(tokens: mx.array, row: mx.array) -> mx.array:
+            logits = self.gathered(row)
+            for processor in processors:
+                logits = processor(tokens, logits)
+            shards = mx.split(logits, [shard_slice(self._sizes, rank).stop for rank in range(len(self._sizes) - 1)], -1)
+            sums = mx.stack([mx.logsumexp(shard, axis=-1, keepdims=True) for shard in shards])
+            return self._with_rest(shards[self._group.rank()], sums)
+
+        return [process] if processors else []
+
+    def _with_rest(self, logits: mx.array, sums: mx.array) -> mx.array:
+        """``sums``: the log-sum-exp of each rank's logits, shape (ranks, ..., 1)."""
+        rank = self._group.rank()
+        others = mx.concatenate([sums[:rank], sums[rank + 1 :]])
+        return mx.concatenate([logits, mx.logsumexp(others, axis=0)], axis=-1)
+
+
+def _shard_output_layer(model: nn.Module, group: Group) -> list[int]:
+    """Shards ``lm_head``, or what the embedding computes in its place. Returns the tokens of each rank."""
+    modules = dict(model.named_modules())
+    heads = [path for path in modules if path.rpartition(".")[2] == "lm_head"]
+    embeddings = [path for path, module in modules.items() if type(module) in _OUTPUT_EMBEDDINGS]
+    if len(heads) == 1 and type(modules[heads[0]]) in (nn.Linear, nn.QuantizedLinear):
+        where, _, name = heads[0].rpartition(".")
+        modules[where][name] = ParallelLMHead.from_linear(modules[heads[0]], group=group)
+        return modules[where][name].sizes
+    if heads or len(embeddings) != 1:
+        raise InvalidArgument(f"serve: the vocabulary of {type(model).__module__} cannot be sharded")
+    embedding = modules[embeddings[0]]
+    sizes = split_sizes("vocabulary", embedding["weight"].shape[0], group.size(), [1] * group.size())
+    embedding.here = shard_slice(sizes, group.rank())
+    embedding.__class__ = _OUTPUT_EMBEDDINGS[type(embedding)]
+    return sizes
+
+
+class _OutputEmbedding(nn.Embedding):
+    """Has all embeddings, as every rank looks up all tokens, and computes the logits of some."""
+
+    here: slice
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return x @ self.weight[self.here].T
+
+
+class _QuantizedOutputEmbedding(nn.QuantizedEmbedding):
+    here: slice
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        whole = {name: self[name] for name in ("weight", "scales", "biases") if name in self}
+        for name, array in whole.items():
+            self[name] = array[self.here]
+        try:
+            return super().as_linear(x)
+        finally:
+            self.update(whole)
+
+
+_OUTPUT_EMBEDDINGS = {nn.Embedding: _OutputEmbedding, nn.QuantizedEmbedding: _QuantizedOutputEmbedding}
