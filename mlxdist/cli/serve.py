@@ -57,6 +57,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option(
     "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
 )
+@click.option("--prompt-cache-dir", metavar="DIR", help="Keeps the prefix cache from one run to the next.")
 @click.option("--max-tokens", type=_COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Its top_p.")
@@ -105,6 +106,7 @@ def serve(
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
         **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("prompt_cache_dir"),
     )
     sys.exit(run(options))
 

@@ -25,6 +25,7 @@ from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
+from .snapshot import Snapshot
 from .worker import BatchLimits, Worker
 
 __all__ = ["ServeOptions", "serve"]
@@ -47,6 +48,7 @@ class ServeOptions:
         request_timeout: seconds of a request, from its arrival.
         max_context: tokens of a prompt and its answer; None for what the model's config.json says.
         defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
+        prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
         chat_template_args: variables of the chat template.
         allowed_origins: of web pages that may use it; "*" for all.
         api_key: that clients send; empty for none.
@@ -60,6 +62,7 @@ class ServeOptions:
     max_queue: int = 256
     request_timeout: float = 600.0
     max_context: int | None = None
+    prompt_cache_dir: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
@@ -87,15 +90,20 @@ def serve(options: ServeOptions) -> int:
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
+        snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
         http = _listen(options, frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if http is None else http.listening():
         stages = group.size() if options.pipeline else 1
-        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
+        reports: list[LoadReport] = []
+        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=reports.append)
+        _report(reports[0], group)
         with agreed("serve", group):
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
+        if snapshot is not None:
+            snapshot.load(worker.cache, directory, reports[0].plan, stages)
         scheduler = None
         if http is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
@@ -112,6 +120,8 @@ def serve(options: ServeOptions) -> int:
                 time.sleep(_FAREWELL)
             raise
         worker.close()
+        if snapshot is not None:
+            snapshot.save(worker.cache)
     return 130 if received == signal.SIGINT else 0
 
 

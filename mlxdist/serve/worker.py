@@ -23,9 +23,9 @@ from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 
-__all__ = ["BatchLimits", "Outcome", "Worker"]
+__all__ = ["KEY", "BatchLimits", "Outcome", "Worker"]
 
-_KEY = "model"  # mlx-lm's caches are of several models, and here there is one
+KEY = "model"  # of the prefix cache; mlx-lm's caches are of several models, and here there is one
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt)
+        cache, rest = self.cache.fetch_nearest_cache(KEY, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
-            cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
+            cache, rest = self.cache.fetch_nearest_cache(KEY, prompt[:-1])
             rest = [*rest, prompt[-1]]
         cached = len(prompt) - len(rest)
         segments, kinds, end = [], [], 0
@@ -183,4 +183,4 @@ class Worker:
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
-        self.cache.insert_cache(_KEY, tokens[:], cache, cache_type=kind)
+        self.cache.insert_cache(KEY, tokens[:], cache, cache_type=kind)

@@ -43,13 +43,13 @@ PLAIN = Admission(
 )
 
 
-def save_model_folder(folder: Path, kind: str = "qwen3", **fields: object) -> Path:
+def save_model_folder(folder: Path, kind: str = "qwen3", seed: int = 1, **fields: object) -> Path:
     """A folder of mlx-lm with random weights, so large that the answer depends on the question."""
     fields = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False} | fields
     config = tiny_models.config_of(kind)
     if isinstance(config.get("text_config"), dict):
         fields |= {"text_config": config["text_config"] | fields}
-    model = tiny_models.build(kind, seed=1, **fields)
+    model = tiny_models.build(kind, seed=seed, **fields)
     model.update(tree_map(lambda array: array * 2, model.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
