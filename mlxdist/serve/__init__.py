@@ -11,6 +11,7 @@ snapshot.py      the prefix cache on disk, from one run to the next
 sampling.py      mlx-lm's samplers, each with the random state of its request
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
+chat.py          rank 0: a terminal in place of HTTP, `mlxdist chat`
 limits.py        what a request may ask for
 metrics.py       counters as Prometheus reads them
 server.py        joins them

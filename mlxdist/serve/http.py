@@ -24,6 +24,7 @@ from mlxdist.base.environment import format_address
 
 from .frontend import Frontend
 from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
+from .scheduler import say
 
 __all__ = ["Handler", "Server"]
 
@@ -176,6 +177,7 @@ class Server(ThreadingHTTPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         address: Any = found[0][4]
+        self._frontend = frontend
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         fingerprint = get_system_fingerprint()
         super().__init__(address, partial(Handler, frontend, system_fingerprint=fingerprint))
@@ -202,6 +204,16 @@ class Server(ThreadingHTTPServer):
             deadline = time.monotonic() + _LAST_SECONDS
             for _ in range(MAX_CONNECTIONS):
                 self._free.acquire(timeout=max(deadline - time.monotonic(), 0))
+
+    def ready(self, name: str, ranks: int) -> None:
+        say(f"{name} is ready at {self.address}, ranks: {ranks}")
+
+    def interrupt(self) -> None:
+        assert self._frontend.scheduler is not None
+        self._frontend.scheduler.stop()
+
+    def log(self, text: str) -> None:
+        say(text)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):

@@ -76,16 +76,25 @@ class Request:
 class Scheduler:
     """First come, first served, in ``places`` places; at most ``max_queue`` requests wait.
 
-    The thread of the model calls all methods but :meth:`submit`, which other threads call.
+    The thread of the model calls all methods but :meth:`submit` and :meth:`stop`, which other threads call.
 
     Args:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
+        log: gets a line for each request that has ended.
     """
 
-    def __init__(self, places: int, max_queue: int, heartbeat: float, tokenizer: Any, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        places: int,
+        max_queue: int,
+        heartbeat: float,
+        tokenizer: Any,
+        metrics: Metrics,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
-        self._tokenizer, self._metrics = tokenizer, metrics
+        self._tokenizer, self._metrics, self._log = tokenizer, metrics, log
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
@@ -115,7 +124,7 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """The next decision is to stop. The thread of the model calls this also from a handler of signals."""
+        """The next decision is to stop. Any thread may call this, that of the model also in a handler of signals."""
         self._stops = True
         with self._changed:  # which that thread may hold: it is an RLock
             self._changed.notify()
@@ -209,7 +218,7 @@ class Scheduler:
 
     def _has_ended(self, request: Request, outcome: str) -> None:
         self._metrics.end(outcome)
-        say(request.describe(outcome))
+        self._log(request.describe(outcome))
 
     def _token(self, response: Any, top_logprobs: int | None) -> Token:
         if top_logprobs is None:
@@ -226,4 +235,4 @@ class Scheduler:
 
 
 def say(text: str) -> None:
-    print(f"mlxdist serve: {text}", file=sys.stderr, flush=True)
+    print(f"mlxdist: {text}", file=sys.stderr, flush=True)

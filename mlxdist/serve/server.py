@@ -1,14 +1,16 @@
-"""Joins the parts of a server: on every rank the model and the loop, on rank 0 HTTP and the scheduler."""
+"""Joins the parts of a server: on every rank the model and the loop, on rank 0 the scheduler and its clients."""
 
 import contextlib
 import re
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mlx_lm.utils import load_config
@@ -28,7 +30,7 @@ from .scheduler import Scheduler, say
 from .snapshot import Snapshot
 from .worker import BatchLimits, Worker
 
-__all__ = ["ServeOptions", "serve"]
+__all__ = ["Clients", "ServeOptions", "run", "serve"]
 
 _HEARTBEAT = 1.0  # seconds
 _FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
@@ -69,6 +71,22 @@ class ServeOptions:
     api_key: str = field(default="", repr=False)
 
 
+class Clients(Protocol):
+    """Where requests come from, on rank 0."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """They come within."""
+
+    def ready(self, name: str, ranks: int) -> None:
+        """From now on they are served, by the model of that name."""
+
+    def interrupt(self) -> None:
+        """SIGINT has come."""
+
+    def log(self, text: str) -> None:
+        """What a request was, and how it ended."""
+
+
 def serve(options: ServeOptions) -> int:
     """Serves until rank 0 gets SIGINT or SIGTERM. Every rank calls it, in its main thread; only rank 0 listens.
 
@@ -81,39 +99,47 @@ def serve(options: ServeOptions) -> int:
         PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
             has ended all requests with the reason.
     """
+    return 130 if run("serve", options, lambda frontend: _listen(options, frontend)) == signal.SIGINT else 0
+
+
+def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clients]) -> int:
+    """Loads the model and serves clients, which rank 0 makes, until the scheduler stops. Raises as :func:`serve`.
+
+    Returns:
+        The first signal that has come, or 0.
+    """
     group = init()
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
     assert own is not None  # the color is not negative
-    with agreed("serve", group, options):  # the key is not in its repr
+    with agreed(name, group, options):  # the key is not in its repr
         directory = model_directory(options.model)
         context = _context(directory, options.max_context)
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
-        http = _listen(options, frontend) if group.rank() == 0 else None
-    with contextlib.nullcontext() if http is None else http.listening():
+        clients = clients_of(frontend) if group.rank() == 0 else None
+    with contextlib.nullcontext() if clients is None else clients.listening():
         stages = group.size() if options.pipeline else 1
         reports: list[LoadReport] = []
         model, tokenizer = load_sharded(directory, group, pp=stages, on_report=reports.append)
         _report(reports[0], group)
-        with agreed("serve", group):
+        with agreed(name, group):
             if tokenizer is None:
-                raise InvalidArgument(f"serve: {directory} has no tokenizer")
+                raise InvalidArgument(f"{name}: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
         if snapshot is not None:
             snapshot.load(worker.cache, directory, reports[0].plan, stages)
         scheduler = None
-        if http is not None:
+        if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
-            scheduler = Scheduler(
-                options.limits.decode_concurrency, options.max_queue, heartbeat, tokenizer, frontend.metrics
-            )
+            limits = options.limits.decode_concurrency, options.max_queue
+            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, clients.log)
             frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
-            say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}")
+            clients.ready(served[0], group.size())
         try:
-            received = _loop(own, worker, scheduler)
+            received = _loop(own, worker, scheduler, clients)
         except Exception as error:
             if scheduler is not None:
                 scheduler.fail(str(error))
@@ -122,16 +148,16 @@ def serve(options: ServeOptions) -> int:
         worker.close()
         if snapshot is not None:
             snapshot.save(worker.cache)
-    return 130 if received == signal.SIGINT else 0
+    return received
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
-    """All ranks: one broadcast, and one step of the model if there is something to do. Returns the signal that ends it.
+def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, clients: Clients | None) -> int:
+    """All ranks: one broadcast, and one step of the model if there is something to do. Returns the first signal, or 0.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
     step, size = 0, FRAME
-    received = _take_signals(scheduler)
+    received = _take_signals(scheduler, clients)
     while True:
         message = np.zeros(size, np.uint8)
         if scheduler is not None:
@@ -145,8 +171,8 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
         step, size = (step + 1) % 2**32, decisions.next_size
 
 
-def _take_signals(scheduler: Scheduler | None) -> list[int]:
-    """The SIGINT and SIGTERM that come from now on. Rank 0 decides to stop then; the launcher signals all ranks.
+def _take_signals(scheduler: Scheduler | None, clients: Clients | None) -> list[int]:
+    """The SIGINT and SIGTERM that come from now on. Rank 0 decides what follows; the launcher signals all ranks.
 
     They stay taken: the process ends after the loop, and more of them must not make a failure of that.
     """
@@ -154,7 +180,9 @@ def _take_signals(scheduler: Scheduler | None) -> list[int]:
 
     def take(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if scheduler is not None:
+        if clients is not None and number == signal.SIGINT:
+            clients.interrupt()
+        elif scheduler is not None:
             scheduler.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,6 +32,14 @@ VOCABULARY = 259  # a token for every byte, one for the end, two of the template
 CONTEXT = 512
 # Model files of mlx-lm that its batches cannot serve: caches without a merge(), masks and positions of one sequence.
 NOT_BATCHED = ("deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small")
+ENVIRONMENT = os.environ | {
+    "HF_HUB_OFFLINE": "1",
+    "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel
+    "MLX_MPI_LIBNAME": "not-installed.so",  # Open MPI would leave a session directory
+    "MLXDIST_FLIGHT_DIR": "none",
+    "MLXDIST_TUNING_FILE": "none",
+    "PYTHONUNBUFFERED": "1",
+}
 PLAIN = Admission(
     7,
     [1, 2, 3],
@@ -112,15 +120,7 @@ class ServerProcess:
             command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts, "--", *command]
         self.ranks = ranks
         self.name = uuid.uuid4().hex  # by which its processes are found
-        environment = os.environ | {
-            "SERVER": self.name,
-            "HF_HUB_OFFLINE": "1",
-            "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel
-            "MLX_MPI_LIBNAME": "not-installed.so",  # Open MPI would leave a session directory
-            "MLXDIST_FLIGHT_DIR": "none",
-            "MLXDIST_TUNING_FILE": "none",
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = ENVIRONMENT | {"SERVER": self.name}
         self.process = subprocess.Popen(
             list(map(str, command)),
             env=environment | variables,
