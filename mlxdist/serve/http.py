@@ -44,8 +44,8 @@ class Handler(APIHandler):
         self._frontend = frontend
         self._is_unread = False  # the body
         self._streams = False  # the answer, whose headers are sent
-        generate = partial(frontend.generate, is_connected=self._is_connected)
-        generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=generate)
+        self._priority = 0
+        generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=self._generate)
         super().__init__(generator, *arguments, **keywords)
 
     def do_POST(self) -> None:
@@ -62,6 +62,7 @@ class Handler(APIHandler):
             body = {name: value for name, value in body.items() if value is not None}
             if "stream_options" in body:
                 body["stream_options"] = {"include_usage": bool(body["stream_options"].get("include_usage"))}
+            self._priority = body.pop("priority", 0)
             checked = json.dumps(body).encode()
             self.headers.replace_header("Content-Length", str(len(checked)))
             self.rfile = io.BytesIO(checked)
@@ -108,6 +109,10 @@ class Handler(APIHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""
+
+    def _generate(self, *arguments: Any, **keywords: Any) -> Any:
+        keywords |= {"is_connected": self._is_connected, "priority": self._priority}
+        return self._frontend.generate(*arguments, **keywords)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._streams:  # the headers are sent

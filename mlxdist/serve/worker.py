@@ -88,6 +88,8 @@ class Worker:
             self._generator = PipelineBatchGenerator(model, **sizes)
         else:
             self._generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()), **sizes)
+        self._places: int = sizes["completion_batch_size"]
+        self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0
@@ -128,7 +130,11 @@ class Worker:
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._kinds:
+            if isinstance(self._generator, BatchGenerator):
+                # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
+                self._generator.completion_batch_size = 0 if self._first_is_due else self._places
             outcome.prefill, outcome.tokens = self._generator.next()
+            self._first_is_due = any(response.end_of_prompt for response in outcome.prefill)
             self._keep(outcome)
         sampled = np.array([(response.uid, response.token) for response in outcome.tokens], "<u4")
         self.digest = zlib.crc32(sampled.tobytes())
