@@ -24,6 +24,7 @@ __all__ = ["main"]
 COMMANDS = {
     "bench": "mlxdist.tools.bench:bench",
     "calibrate": "mlxdist.cli.calibrate:calibrate",
+    "chat": "mlxdist.cli.chat:chat",
     "checkpoint": "mlxdist.cli.checkpoint:checkpoint",
     "config": "mlxdist.cli.config:config",
     "devices": "mlxdist.cli.devices:devices",

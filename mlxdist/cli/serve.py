@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,13 +15,13 @@ from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
-__all__ = ["serve"]
+__all__ = ["COUNT", "json_object", "serve", "start_ranks"]
 
 _KEY = "MLXDIST_API_KEY"
-_COUNT = click.IntRange(min=1)
+COUNT = click.IntRange(min=1)
 
 
-def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
+def json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -48,7 +49,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 )
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
-@click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
+@click.option("--max-queue", type=COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
 @click.option(
     "--request-timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -57,20 +58,25 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
     help="Seconds of a request.",
 )
 @click.option("--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
-@click.option("--decode-concurrency", type=_COUNT, default=32, show_default=True, help="Requests that run at a time.")
-@click.option("--prompt-concurrency", type=_COUNT, default=8, show_default=True, help="Prompts in a chunk.")
-@click.option("--prefill-step-size", type=_COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
-@click.option("--prompt-cache-size", type=_COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
+@click.option("--decode-concurrency", type=COUNT, default=32, show_default=True, help="Requests that run at a time.")
+@click.option("--prompt-concurrency", type=COUNT, default=8, show_default=True, help="Prompts in a chunk.")
+@click.option("--prefill-step-size", type=COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
+@click.option("--prompt-cache-size", type=COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
 @click.option(
     "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
 )
-@click.option("--max-tokens", type=_COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
+@click.option("--prompt-cache-dir", metavar="DIR", help="Keeps the prefix cache from one run to the next.")
+@click.option("--max-tokens", type=COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Its top_p.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Its top_k; 0 for none.")
 @click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Its min_p.")
 @click.option(
-    "--chat-template-args", callback=_json, default="{}", metavar="JSON", help="Such as '{\"enable_thinking\": false}'."
+    "--chat-template-args",
+    callback=json_object,
+    default="{}",
+    metavar="JSON",
+    help="Such as '{\"enable_thinking\": false}'.",
 )
 @click.pass_context
 def serve(
@@ -92,9 +98,7 @@ def serve(
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
-        where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
-        command = module_command("mlxdist", "serve", model, *_words(context, given), python=selection.python)
-        _launch([*where, "--", *command])
+        start_ranks(context, model, ranks, selection, given)
         return
     if given["draft_model"] and given["prompt_lookup"]:
         raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
@@ -115,13 +119,24 @@ def serve(
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
         **some("host", "port", "pipeline", "draft_model", "shard_draft_model", "shard_vocabulary"),
-        **some("max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
     )
     sys.exit(run(options))
 
 
-def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
-    """The options that the user has typed, for the ranks."""
+def start_ranks(
+    context: click.Context,
+    model: str,
+    ranks: int | None,
+    selection: HostSelection,
+    given: dict[str, Any],
+    launcher: Sequence[str] = (),
+    more: Sequence[str] = (),
+) -> None:
+    """Runs the command of ``context`` on all ranks, with the options in ``given`` that the user has typed.
+
+    ``launcher``: options of `mlxdist launch`. ``more``: other words for the ranks.
+    """
     words = []
     for parameter in context.command.params:
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
@@ -129,10 +144,9 @@ def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
             words.append(parameter.opts[0])
             if not isinstance(value, bool):
                 words.append(json.dumps(value) if isinstance(value, dict) else str(value))
-    return words
-
-
-def _launch(words: list[str]) -> None:
     from .launch import launch
 
-    launch.main(words, prog_name="mlxdist launch", standalone_mode=False)
+    assert context.command.name is not None
+    command = module_command("mlxdist", context.command.name, model, *words, *more, python=selection.python)
+    where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
+    launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False)

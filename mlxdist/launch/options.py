@@ -149,6 +149,9 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         metavar="K",
         help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
     )
+    pass_sigint: bool = _option(
+        _END, is_flag=True, help="Ctrl-C does not end the job: the ranks get SIGINT, and decide what it means."
+    )
     preflight: bool = _option(
         _LAST, is_flag=True, help="Run the checks of `mlxdist doctor` first; start nothing if one fails."
     )

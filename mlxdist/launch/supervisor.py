@@ -4,7 +4,7 @@ a rank fails      the others learn it from their rendezvous and have the grace t
                   and SIGKILL for those that run after the same time again. The exit status is that of the first
                   failing rank.
 SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once; where ranks do not leave
-                  soon after SIGINT, the launcher reports it.
+                  soon after SIGINT, the launcher reports it. With --pass-sigint no other signal follows SIGINT.
 SIGTERM           to all ranks; then SIGKILL. Where all of them end with status 0, so does the launcher: they have saved
                   what they had.
 SIGUSR1           to all ranks, which end by themselves when they have come to a good place (mlxdist.train.Control); no
@@ -60,6 +60,7 @@ class Supervisor:
         self._output = output
         self._say = say
         self._verbose, self._limit, self._grace = options.verbose, options.limit, job.grace
+        self._passes_sigint = options.pass_sigint
         self._started = time.monotonic()
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
@@ -148,8 +149,8 @@ class Supervisor:
                 self._selector.unregister(stream.source)
 
     def _interrupt(self, number: signal.Signals, host: str = "") -> None:
-        if number == signal.SIGUSR1:
-            self._was_asked = True
+        if number == signal.SIGUSR1 or (number == signal.SIGINT and self._passes_sigint):
+            self._was_asked = self._was_asked or number == signal.SIGUSR1
             for rank in self._running.values():
                 rank.signal(number)
             return

@@ -8,10 +8,12 @@ scheduler.py     rank 0: the queue, who is admitted, who has left or is late
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py   drafts, which the model checks several at a time
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
+snapshot.py      the prefix cache on disk, from one run to the next
 sampling.py      mlx-lm's samplers, each with the random state of its request
 vocabulary.py    the output layer sharded over the vocabulary, and samples from its shards
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
+chat.py          rank 0: a terminal in place of HTTP, `mlxdist chat`
 limits.py        what a request may ask for
 metrics.py       counters as Prometheus reads them
 server.py        joins them

@@ -65,6 +65,7 @@ class Frontend(ResponseGenerator):
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
         is_connected: Callable[[], bool] = lambda: True,
+        priority: int = 0,
     ) -> tuple[GenerationContext, Iterator[Response]]:
         """The context and the answer, once the request has a place in the batch.
 
@@ -77,7 +78,7 @@ class Frontend(ResponseGenerator):
             admission, context = self._prepare(request, generation_args)
             detokenizer = self.tokenizer.detokenizer
         top = generation_args.top_logprobs if admission.logprobs else None
-        running = Request(admission, is_connected, timeout=self._timeout, top_logprobs=top)
+        running = Request(admission, is_connected, timeout=self._timeout, priority=priority, top_logprobs=top)
         self.scheduler.submit(running)
         first = running.events.get()
         if isinstance(first, Refusal):

@@ -24,6 +24,7 @@ from mlxdist.base.environment import format_address
 
 from .frontend import Frontend
 from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
+from .scheduler import say
 
 __all__ = ["Handler", "Server"]
 
@@ -43,8 +44,8 @@ class Handler(APIHandler):
         self._frontend = frontend
         self._is_unread = False  # the body
         self._streams = False  # the answer, whose headers are sent
-        generate = partial(frontend.generate, is_connected=self._is_connected)
-        generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=generate)
+        self._priority = 0
+        generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=self._generate)
         super().__init__(generator, *arguments, **keywords)
 
     def do_POST(self) -> None:
@@ -61,6 +62,7 @@ class Handler(APIHandler):
             body = {name: value for name, value in body.items() if value is not None}
             if "stream_options" in body:
                 body["stream_options"] = {"include_usage": bool(body["stream_options"].get("include_usage"))}
+            self._priority = body.pop("priority", 0)
             checked = json.dumps(body).encode()
             self.headers.replace_header("Content-Length", str(len(checked)))
             self.rfile = io.BytesIO(checked)
@@ -107,6 +109,10 @@ class Handler(APIHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""
+
+    def _generate(self, *arguments: Any, **keywords: Any) -> Any:
+        keywords |= {"is_connected": self._is_connected, "priority": self._priority}
+        return self._frontend.generate(*arguments, **keywords)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._streams:  # the headers are sent
@@ -176,6 +182,7 @@ class Server(ThreadingHTTPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         address: Any = found[0][4]
+        self._frontend = frontend
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         fingerprint = get_system_fingerprint()
         super().__init__(address, partial(Handler, frontend, system_fingerprint=fingerprint))
@@ -202,6 +209,16 @@ class Server(ThreadingHTTPServer):
             deadline = time.monotonic() + _LAST_SECONDS
             for _ in range(MAX_CONNECTIONS):
                 self._free.acquire(timeout=max(deadline - time.monotonic(), 0))
+
+    def ready(self, name: str, ranks: int) -> None:
+        say(f"{name} is ready at {self.address}, ranks: {ranks}")
+
+    def interrupt(self) -> None:
+        assert self._frontend.scheduler is not None
+        self._frontend.scheduler.stop()
+
+    def log(self, text: str) -> None:
+        say(text)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):

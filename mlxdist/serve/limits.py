@@ -16,6 +16,7 @@ MAX_BODY = 8 << 20  # bytes
 _MAX_DEPTH = 32  # of lists and objects in each other
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 256
+_MAX_PRIORITY = 100  # as vLLM has them: the least is served first
 _MAX_STOP = 256  # characters of a stop word
 
 # Parameters of mlx-lm's handler, with their ranges. Outside of these, samplers give NaN or raise in the batch.
@@ -140,6 +141,9 @@ def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]
     words = [stop] if isinstance(stop, str) else stop
     if not (_is_list(words, str, MAX_STOPS) and all(0 < len(word) <= _MAX_STOP for word in words)):
         raise Refusal(f"stop must be a string or up to {MAX_STOPS} of them, of 1 to {_MAX_STOP} characters")
+    priority = body.get("priority") or 0
+    if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
+        raise Refusal(f"priority must be an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
     if not is_chat and not isinstance(body.get("prompt"), str):
         raise Refusal("prompt must be a string")
     messages: Any = body.get("messages") if is_chat else []

@@ -1,5 +1,6 @@
 """mlx-lm's prompt cache with a limit that all ranks reach at the same time."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
@@ -29,6 +30,13 @@ class PrefixCache(LRUPromptCache):
         while len(self) and self._count() > self.max_tokens:
             self.trim_to(n_sequences=len(self) - 1)
         self.tokens = self._count()
+
+    def sequences(self, model: Any) -> Iterator[tuple[str, list[int], list[Any]]]:
+        """Kind, tokens and KV caches of each sequence of a model; of each kind the oldest first."""
+        for kind, lru in self._lru._lrus.items():
+            for key, tokens in lru:
+                if key == model:
+                    yield kind, tokens, self._trie.get(key, tokens).prompt_cache
 
     def _count(self) -> int:
         return sum(len(tokens) for lru in self._lru._lrus.values() for _, tokens in lru)

@@ -1,13 +1,14 @@
 """Rank 0: which requests wait, run and end. The other ranks get its decisions and nothing else."""
 
+import bisect
 import itertools
 import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,6 +22,7 @@ from .worker import Outcome
 __all__ = ["Request", "Scheduler", "Token", "say"]
 
 _MAX_RETRY_AFTER = 600  # seconds
+_LEVEL = 60.0  # seconds of waiting that a level of priority is worth
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,23 @@ class Request:
     Attributes:
         events: for the thread that answers: the number of cached tokens when it is admitted, (computed, all) tokens of
             its prompt, Tokens up to one with a finish_reason; or a Refusal, which is the last one.
+        order: of the queue, the least first. It does not change while a request waits: one that comes later overtakes
+            it only within a minute for each level of priority between them.
     """
 
     def __init__(
-        self, admission: Admission, is_connected: Callable[[], bool], *, timeout: float, top_logprobs: int | None = None
+        self,
+        admission: Admission,
+        is_connected: Callable[[], bool],
+        *,
+        timeout: float,
+        priority: int = 0,
+        top_logprobs: int | None = None,
     ) -> None:
         """``admission`` still has no number. ``top_logprobs`` is None where not even the token's own is wanted."""
         self.admission, self.is_connected, self.top_logprobs = admission, is_connected, top_logprobs
         self.arrived = time.monotonic()
+        self.order = self.arrived + priority * _LEVEL
         self.deadline = self.arrived + timeout
         self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
         self.cached = 0
@@ -74,20 +85,31 @@ class Request:
 
 
 class Scheduler:
-    """First come, first served, in ``places`` places; at most ``max_queue`` requests wait.
+    """Serves requests by priority, and of equal ones the first that has come, in ``places`` places.
 
-    The thread of the model calls all methods but :meth:`submit`, which other threads call.
+    At most ``max_queue`` requests wait.
+
+    The thread of the model calls all methods but :meth:`submit` and :meth:`stop`, which other threads call.
 
     Args:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
+        log: gets a line for each request that has ended.
     """
 
-    def __init__(self, places: int, max_queue: int, heartbeat: float, tokenizer: Any, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        places: int,
+        max_queue: int,
+        heartbeat: float,
+        tokenizer: Any,
+        metrics: Metrics,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
-        self._tokenizer, self._metrics = tokenizer, metrics
+        self._tokenizer, self._metrics, self._log = tokenizer, metrics, log
         self._changed = threading.Condition()
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []  # by their order
         self._running: dict[int, Request] = {}
         self._numbered = 0
         self._seconds = 0.0  # that a request takes, a moving mean
@@ -111,11 +133,11 @@ class Scheduler:
                     429,
                     retry_after=min(max(seconds, 1), _MAX_RETRY_AFTER),
                 )
-            self._waiting.append(request)
+            bisect.insort(self._waiting, request, key=_order)
             self._changed.notify()
 
     def stop(self) -> None:
-        """The next decision is to stop. The thread of the model calls this also from a handler of signals."""
+        """The next decision is to stop. Any thread may call this, that of the model also in a handler of signals."""
         self._stops = True
         with self._changed:  # which that thread may hold: it is an RLock
             self._changed.notify()
@@ -134,10 +156,10 @@ class Scheduler:
             leaving = list(itertools.islice(left, MAX_CANCELS))  # looks at no more than that
             for number in leaving:
                 del self._running[number]
-            self._waiting = deque(request for request in self._waiting if not self._has_left(request))
+            self._waiting = [request for request in self._waiting if not self._has_left(request)]
             admitted: list[Admission] = []
             for request in self._next(size - FRAME + ROOM):
-                self._waiting.popleft()
+                self._waiting.pop(0)
                 request.admission = replace(request.admission, number=self._numbered)
                 self._running[self._numbered] = request
                 self._numbered += 1
@@ -211,7 +233,7 @@ class Scheduler:
 
     def _has_ended(self, request: Request, outcome: str) -> None:
         self._metrics.end(outcome)
-        say(request.describe(outcome))
+        self._log(request.describe(outcome))
 
     def _token(self, response: Any, top_logprobs: int | None) -> Token:
         if top_logprobs is None:
@@ -227,5 +249,8 @@ class Scheduler:
         return Token(response.token, logprob, response.finish_reason, top)
 
 
+_order = attrgetter("order")
+
+
 def say(text: str) -> None:
-    print(f"mlxdist serve: {text}", file=sys.stderr, flush=True)
+    print(f"mlxdist: {text}", file=sys.stderr, flush=True)

@@ -1,14 +1,16 @@
-"""Joins the parts of a server: on every rank the model and the loop, on rank 0 HTTP and the scheduler."""
+"""Joins the parts of a server: on every rank the model and the loop, on rank 0 the scheduler and its clients."""
 
 import contextlib
 import re
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mlx import nn
@@ -26,11 +28,12 @@ from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
+from .snapshot import Snapshot
 from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 from .worker import BatchLimits, Worker
 
-__all__ = ["ServeOptions", "serve"]
+__all__ = ["Clients", "ServeOptions", "run", "serve"]
 
 _HEARTBEAT = 1.0  # seconds
 _FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
@@ -53,6 +56,7 @@ class ServeOptions:
         request_timeout: seconds of a request, from its arrival.
         max_context: tokens of a prompt and its answer; None for what the model's config.json says.
         defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
+        prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
         chat_template_args: variables of the chat template.
         allowed_origins: of web pages that may use it; "*" for all.
         api_key: that clients send; empty for none.
@@ -69,10 +73,27 @@ class ServeOptions:
     max_queue: int = 256
     request_timeout: float = 600.0
     max_context: int | None = None
+    prompt_cache_dir: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     api_key: str = field(default="", repr=False)
+
+
+class Clients(Protocol):
+    """Where requests come from, on rank 0."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """They come within."""
+
+    def ready(self, name: str, ranks: int) -> None:
+        """From now on they are served, by the model of that name."""
+
+    def interrupt(self) -> None:
+        """SIGINT has come."""
+
+    def log(self, text: str) -> None:
+        """What a request was, and how it ended."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -87,10 +108,19 @@ def serve(options: ServeOptions) -> int:
         PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
             has ended all requests with the reason.
     """
+    return 130 if run("serve", options, lambda frontend: _listen(options, frontend)) == signal.SIGINT else 0
+
+
+def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clients]) -> int:
+    """Loads the model and serves clients, which rank 0 makes, until the scheduler stops. Raises as :func:`serve`.
+
+    Returns:
+        The first signal that has come, or 0.
+    """
     group = init()
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
     assert own is not None  # the color is not negative
-    with agreed("serve", group, options):  # the key is not in its repr
+    with agreed(name, group, options):  # the key is not in its repr
         directory = model_directory(options.model)
         if options.limits.num_draft_tokens and options.pipeline:
             raise InvalidArgument("serve: there are no drafts with stages; leave out --pipeline, or the drafts")
@@ -100,39 +130,45 @@ def serve(options: ServeOptions) -> int:
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
-        http = _listen(options, frontend) if group.rank() == 0 else None
-    with contextlib.nullcontext() if http is None else http.listening():
+        snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
+        clients = clients_of(frontend) if group.rank() == 0 else None
+    with contextlib.nullcontext() if clients is None else clients.listening():
         stages = group.size() if options.pipeline else 1
-        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
+        reports: list[LoadReport] = []
+        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=reports.append)
+        _report(reports[0], group)
         draft = _load_draft(options, group)
         if options.shard_vocabulary and group.size() > 1:
             model = VocabParallelModel(model, group)
-        with agreed("serve", group):
+        with agreed(name, group):
             if tokenizer is None:
-                raise InvalidArgument(f"serve: {directory} has no tokenizer")
+                raise InvalidArgument(f"{name}: {directory} has no tokenizer")
             if draft is not None:
                 model = DraftedModel(model, draft[0])
                 if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
-                    raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
+                    raise InvalidArgument(f"{name}: the draft model {options.draft_model} has another tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
+        if snapshot is not None:
+            snapshot.load(worker.cache, directory, reports[0].plan, stages)
         scheduler = None
-        if http is not None:
+        if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
-            scheduler = Scheduler(
-                options.limits.decode_concurrency, options.max_queue, heartbeat, tokenizer, frontend.metrics
-            )
+            limits = options.limits.decode_concurrency, options.max_queue
+            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, clients.log)
             frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
-            say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}")
+            clients.ready(served[0], group.size())
         try:
-            received = _loop(own, worker, scheduler)
+            received = _loop(own, worker, scheduler, clients)
         except Exception as error:
             if scheduler is not None:
                 scheduler.fail(str(error))
                 time.sleep(_FAREWELL)
             raise
         worker.close()
-    return 130 if received == signal.SIGINT else 0
+        if snapshot is not None:
+            snapshot.save(worker.cache)
+    return received
 
 
 def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | None:
@@ -146,13 +182,13 @@ def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | 
     return load_sharded(options.draft_model, alone)
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
-    """All ranks: one broadcast, and one step of the model if there is something to do. Returns the signal that ends it.
+def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, clients: Clients | None) -> int:
+    """All ranks: one broadcast, and one step of the model if there is something to do. Returns the first signal, or 0.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
     step, size = 0, FRAME
-    received = _take_signals(scheduler)
+    received = _take_signals(scheduler, clients)
     while True:
         message = np.zeros(size, np.uint8)
         if scheduler is not None:
@@ -166,8 +202,8 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
         step, size = (step + 1) % 2**32, decisions.next_size
 
 
-def _take_signals(scheduler: Scheduler | None) -> list[int]:
-    """The SIGINT and SIGTERM that come from now on. Rank 0 decides to stop then; the launcher signals all ranks.
+def _take_signals(scheduler: Scheduler | None, clients: Clients | None) -> list[int]:
+    """The SIGINT and SIGTERM that come from now on. Rank 0 decides what follows; the launcher signals all ranks.
 
     They stay taken: the process ends after the loop, and more of them must not make a failure of that.
     """
@@ -175,7 +211,9 @@ def _take_signals(scheduler: Scheduler | None) -> list[int]:
 
     def take(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if scheduler is not None:
+        if clients is not None and number == signal.SIGINT:
+            clients.interrupt()
+        elif scheduler is not None:
             scheduler.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):

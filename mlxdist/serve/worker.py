@@ -25,9 +25,9 @@ from .sampling import sampler_of
 from .speculation import SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
 
-__all__ = ["BatchLimits", "Outcome", "Worker"]
+__all__ = ["KEY", "BatchLimits", "Outcome", "Worker"]
 
-_KEY = "model"  # mlx-lm's caches are of several models, and here there is one
+KEY = "model"  # of the prefix cache; mlx-lm's caches are of several models, and here there is one
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Worker:
         self._model, self._tokenizer, self._limits = model, tokenizer, limits
         self._sharded = model if isinstance(model, VocabParallelModel) else None
         self._generator = self._new_generator(limits.prefill_step_size)
+        self._places = -(-limits.decode_concurrency // self._batches())
+        self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self._with_logprobs: set[int] = set()  # numbers of requests
@@ -149,8 +151,12 @@ class Worker:
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._kinds:
+            if isinstance(self._generator, BatchGenerator):
+                # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
+                self._generator.completion_batch_size = 0 if self._first_is_due else self._places
             outcome.prefill, outcome.tokens = self._generator.next()
             self._gather_logprobs(outcome.tokens)
+            self._first_is_due = any(response.end_of_prompt for response in outcome.prefill)
             self._keep(outcome)
         sampled = np.array([(response.uid, response.token) for response in outcome.tokens], "<u4")
         self.digest = zlib.crc32(sampled.tobytes())
@@ -176,9 +182,9 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt)
+        cache, rest = self.cache.fetch_nearest_cache(KEY, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
-            cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
+            cache, rest = self.cache.fetch_nearest_cache(KEY, prompt[:-1])
             rest = [*rest, prompt[-1]]
         cached = len(prompt) - len(rest)
         segments, kinds, end = [], [], 0
@@ -227,4 +233,4 @@ class Worker:
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
-        self.cache.insert_cache(_KEY, tokens[:], cache, cache_type=kind)
+        self.cache.insert_cache(KEY, tokens[:], cache, cache_type=kind)

@@ -34,12 +34,16 @@ def collectives(of, function):
 
 
 scheduler = Scheduler(8, 8, heartbeat=0.01, tokenizer=tokenizer, metrics=Metrics())
-requests = []
 sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
-for tokens in (4, 40, 400):
-    prompt = [2 + i % 200 for i in range(tokens)]
+
+
+def request_of(tokens, first=2):
+    prompt = [first + i % 200 for i in range(tokens)]
     admission = Admission(-1, prompt, [("user", tokens)], max_tokens=60, seed=7, sampling=sampling, logits=logits)
-    requests.append(Request(admission, lambda: True, timeout=60, top_logprobs=None))
+    return Request(admission, lambda: True, timeout=60)
+
+
+requests = [request_of(tokens) for tokens in (4, 40, 400)]
 size = FRAME
 
 
@@ -74,4 +78,19 @@ alone, _ = collectives(group, lambda: mx.eval(model(mx.array([[3]]), cache=cache
 for number in range(14, 20):
     count, _ = collectives(group, lambda: step(number))
     assert count == alone, (count, alone)
+
+# A short prompt comes while one of 4,000 tokens is computed: its first token is there after two chunks of that.
+long, short = request_of(4000), request_of(4, first=9)
+if group.rank() == 0:
+    scheduler.submit(long)
+for number in range(20, 25):
+    step(number)
+if group.rank() == 0:
+    scheduler.submit(short)
+    before = long.events.qsize()
+for number in range(25, 28):
+    step(number)
+if group.rank() == 0:
+    assert short.generated == 1 and long.generated == 0, (short.generated, long.generated)
+    assert before >= 3 and long.events.qsize() == before + 2, (before, long.events.qsize())
 print(f"{alone} collectives of the model and 1 of the server in a step: ok")

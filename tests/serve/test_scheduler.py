@@ -17,9 +17,9 @@ def scheduler_of(places=8, max_queue=8):
     return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics())
 
 
-def request(tokens=3, timeout=60.0, is_connected=lambda: True):
+def request(tokens=3, timeout=60.0, is_connected=lambda: True, priority=0):
     admission = replace(PLAIN, prompt=[1] * tokens, segments=[("user", tokens)])
-    return Request(admission, is_connected, timeout=timeout)
+    return Request(admission, is_connected, timeout=timeout, priority=priority)
 
 
 def steps(scheduler, number):
@@ -85,6 +85,27 @@ def test_a_full_queue_is_a_429_that_changes_nothing():
     assert [admitted(each) for each in steps(scheduler, 2)] == [[0], []]
     with pytest.raises(Refusal, match="2 requests wait already"):
         scheduler.submit(request())
+
+
+def lengths(decisions):
+    """Of the prompts that are admitted, by which they are recognized."""
+    return [len(request.prompt) for request in decisions.admit]
+
+
+def test_the_least_priority_is_first_and_of_equal_ones_the_first_that_came():
+    scheduler = scheduler_of()
+    for tokens, priority in ((1, 0), (2, 5), (3, 0), (4, -1)):
+        scheduler.submit(request(tokens, priority=priority))
+    assert lengths(scheduler.decide(0, FRAME, 0)) == [4, 1, 3, 2]
+
+
+def test_a_level_of_priority_is_worth_a_minute_of_waiting(monkeypatch):
+    """So none waits for ever: behind those that come, for each level, up to a minute later."""
+    scheduler, now = scheduler_of(), time.monotonic()
+    for tokens, priority, seconds in ((1, 2, 0), (2, 0, 119), (3, 0, 121), (4, 1, 62)):
+        monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
+        scheduler.submit(request(tokens, timeout=600, priority=priority))
+    assert lengths(scheduler.decide(0, FRAME, 0)) == [2, 1, 3, 4]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected", "late"])

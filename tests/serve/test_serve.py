@@ -156,6 +156,8 @@ BAD = {
     "stop: long": ({"stop": "x" * 257}, 400, "of 1 to 256 characters"),
     "stop: number": ({"stop": [5]}, 400, "stop must be a string or up to 16"),
     "stop: surrogate": (b'{"prompt": "x", "stop": "\\ud800"}', 400, "the request cannot be made into tokens"),
+    "priority": ({"priority": 101}, 400, "priority must be an integer from -100 to 100"),
+    "priority: number": ({"priority": 0.5}, 400, "priority must be an integer from -100 to 100"),
     "stream_options": ({"stream": True, "stream_options": 0}, 400, "stream_options must be an object"),
     "model": ({"model": "/etc"}, 404, "the model served here is tiny"),
     "model: list": ({"model": ["tiny"]}, 404, "the model served here is tiny"),

@@ -115,18 +115,19 @@ def test_a_cancelled_request_leaves_the_others_alone(loaded):
 
 
 def test_a_long_prompt_holds_up_the_others_for_a_chunk_at_a_time(loaded):
-    """A stream gets a token in every step; a short prompt its first one after the chunks of two steps."""
-    worker, first = Worker(*loaded, BatchLimits(prefill_step_size=16)), {}
+    """Of 4,000 tokens: a stream gets a token in every step, a short prompt its first one after two chunks."""
+    worker, first, chunks = Worker(*loaded, BatchLimits(prefill_step_size=512)), {}, {}
     admitted_at = {0: 0, 1: 4, 2: 6}
-    prompts = {0: [1, 2, 3], 1: list(range(250)) * 2, 2: [4, 5, 6]}
-    for step in range(16):
+    prompts = {0: [1, 2, 3], 1: list(range(250)) * 16, 2: [4, 5, 6]}
+    for step in range(14):
         admit = [admission(number, prompts[number]) for number, at in admitted_at.items() if at == step]
         outcome = worker.step(Decisions(step, worker.digest, admit=admit))
         for response in outcome.tokens:
             first.setdefault(response.uid, step)
+        chunks[step] = [response.progress[0] for response in outcome.prefill if response.uid == 1]
         assert step < 2 or 0 in [response.uid for response in outcome.tokens]
-        assert all(done <= 16 * (step - 3) for done, total in (r.progress for r in outcome.prefill if r.uid == 1))
     assert first == {0: 2, 2: 8}
+    assert [chunks[step] for step in (4, 5, 6, 7, 8, 9)] == [[512], [1024], [1536], [2048], [], [2560]]
 
 
 def test_other_tokens_than_those_of_rank_0_are_a_mismatch(loaded):

@@ -32,6 +32,14 @@ VOCABULARY = 259  # a token for every byte, one for the end, two of the template
 CONTEXT = 512
 # Model files of mlx-lm that its batches cannot serve: caches without a merge(), masks and positions of one sequence.
 NOT_BATCHED = ("deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small")
+ENVIRONMENT = os.environ | {
+    "HF_HUB_OFFLINE": "1",
+    "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel
+    "MLX_MPI_LIBNAME": "not-installed.so",  # Open MPI would leave a session directory
+    "MLXDIST_FLIGHT_DIR": "none",
+    "MLXDIST_TUNING_FILE": "none",
+    "PYTHONUNBUFFERED": "1",
+}
 PLAIN = Admission(
     7,
     [1, 2, 3],
@@ -43,13 +51,13 @@ PLAIN = Admission(
 )
 
 
-def save_model_folder(folder: Path, kind: str = "qwen3", **fields: object) -> Path:
+def save_model_folder(folder: Path, kind: str = "qwen3", seed: int = 1, **fields: object) -> Path:
     """A folder of mlx-lm with random weights, so large that the answer depends on the question."""
     fields = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False} | fields
     config = tiny_models.config_of(kind)
     if isinstance(config.get("text_config"), dict):
         fields |= {"text_config": config["text_config"] | fields}
-    model = tiny_models.build(kind, seed=1, **fields)
+    model = tiny_models.build(kind, seed=seed, **fields)
     model.update(tree_map(lambda array: array * 2, model.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
@@ -112,15 +120,7 @@ class ServerProcess:
             command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts, "--", *command]
         self.ranks = ranks
         self.name = uuid.uuid4().hex  # by which its processes are found
-        environment = os.environ | {
-            "SERVER": self.name,
-            "HF_HUB_OFFLINE": "1",
-            "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel
-            "MLX_MPI_LIBNAME": "not-installed.so",  # Open MPI would leave a session directory
-            "MLXDIST_FLIGHT_DIR": "none",
-            "MLXDIST_TUNING_FILE": "none",
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = ENVIRONMENT | {"SERVER": self.name}
         self.process = subprocess.Popen(
             list(map(str, command)),
             env=environment | variables,

@@ -15,16 +15,14 @@ from mlxdist.runtime.ops import all_gather
 from .blobs import gather_blobs
 from .weight_sources import Source
 
-__all__ = ["checksum", "require_same_files", "require_same_tensors"]
+__all__ = ["checksum", "fingerprint", "require_same_files", "require_same_tensors"]
 
 SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard only
 
 
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
     """Compares config.json, and the size and header of each file of weights, by their BLAKE2b."""
-    config = (checkpoint.directory / "config.json").read_bytes()
-    digests = {"config.json": hashlib.blake2b(config, digest_size=16).hexdigest()}
-    digests |= {file.path.name: file.digest.hex() for file in checkpoint.files}
+    digests = _digests(checkpoint)
     everyones = [json.loads(blob) for blob in gather_blobs(json.dumps(digests).encode(), group)]
     for name in sorted(set().union(*everyones)):
         having = [rank for rank, others in enumerate(everyones) if name in others]
@@ -39,6 +37,19 @@ def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
                 f"load_sharded: {name} of {name_ranks(differing)} is not that of rank 0 (size and header, or text, "
                 "differ); copy the directory of one host to all others, or give stream=True"
             )
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of what the ranks compare: config.json, the headers and sizes of files, and some bytes of each tensor."""
+    checksums = {name: checksum(tensor, None) for name, tensor in checkpoint.tensors.items()}
+    compared = json.dumps([_digests(checkpoint), checksums], sort_keys=True)
+    return hashlib.blake2b(compared.encode(), digest_size=16).hexdigest()
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    config = (checkpoint.directory / "config.json").read_bytes()
+    digests = {"config.json": hashlib.blake2b(config, digest_size=16).hexdigest()}
+    return digests | {file.path.name: file.digest.hex() for file in checkpoint.files}
 
 
 def checksum(source: Source, full: memoryview | None) -> int:

@@ -1,0 +1,218 @@
+"""`mlxdist chat`: the server's loop with a terminal, or a pipe, in place of HTTP. Every line is a question."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.server import (
+    CompletionRequest,
+    GenerationArguments,
+    LogitsProcessorArguments,
+    ModelDescription,
+    Response,
+    SamplingArguments,
+)
+from rich.console import Console
+
+from mlxdist.base.errors import InvalidArgument
+
+from .frontend import Frontend
+from .limits import MAX_BODY, Refusal, check_parameters
+from .server import ServeOptions, run
+from .worker import BatchLimits
+
+__all__ = ["ChatOptions", "chat"]
+
+_HELP = "q: exit, r: forget what was said, h: help; Ctrl-C stops an answer"  # mlx_lm.chat's commands
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What `mlxdist chat` is given.
+
+    Attributes:
+        model, pipeline, max_context, chat_template_args: as in ServeOptions.
+        temp, top_p, max_tokens: of the answers.
+        seed: with which every answer is drawn; None for another one each time.
+        system_prompt: before the first question; empty for none.
+        interactive: whether prompts and statistics are shown, as on a terminal.
+    """
+
+    model: str
+    pipeline: bool = False
+    max_context: int | None = None
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    temp: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    seed: int | None = None
+    system_prompt: str = ""
+    interactive: bool = False
+
+
+def chat(options: ChatOptions) -> None:
+    """Answers the lines of rank 0's standard input until it ends. Every rank calls it, in its main thread.
+
+    Raises:
+        InvalidArgument, PeerLost, Timeout, Mismatch, Aborted, TransportError: as `serve`.
+    """
+    served = ServeOptions(
+        options.model,
+        pipeline=options.pipeline,
+        limits=BatchLimits(decode_concurrency=1, prompt_concurrency=1),
+        request_timeout=float("inf"),
+        max_context=options.max_context,
+        chat_template_args=options.chat_template_args,
+    )
+    run("chat", served, lambda frontend: Terminal(frontend, options))
+
+
+class Terminal:
+    """The standard streams of rank 0. Answers go to the standard output, all else to the standard error.
+
+    Raises:
+        InvalidArgument: an option is out of its range.
+    """
+
+    def __init__(self, frontend: Frontend, options: ChatOptions) -> None:
+        self._frontend = frontend
+        self._options = options
+        sampling = SamplingArguments(options.temp, options.top_p, 0, 0.0, 0.0, 0.0)
+        logits = LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20)
+        numbers = {"max_tokens": options.max_tokens, "top_logprobs": 0, "seed": options.seed}
+        try:
+            check_parameters(asdict(sampling) | asdict(logits) | numbers, vocabulary=1)
+        except Refusal as refusal:
+            raise InvalidArgument(f"chat: {refusal}") from None
+        self._arguments = GenerationArguments(
+            ModelDescription("default_model", "", ""), sampling, logits, [], options.max_tokens, 0, False, 0,
+            options.seed, None,
+        )  # fmt: skip
+        self._console = Console(stderr=True, highlight=False, force_terminal=options.interactive or None)
+        self._messages: list[dict[str, str]] = []
+        self._ready, self._stopped = threading.Event(), threading.Event()
+        self._answers = False
+        self._error: Exception | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        # A daemon: nothing ends a read of a terminal.
+        thread = threading.Thread(target=self._talk, name="mlxdist chat", daemon=True)
+        thread.start()
+        yield
+        if self._error is not None:
+            raise self._error
+
+    def ready(self, name: str, ranks: int) -> None:
+        self._show(f"{name} is ready, ranks: {ranks}; {_HELP}")
+        self._ready.set()
+
+    def interrupt(self) -> None:
+        """Stops the answer; the second time before a question, the chat."""
+        if self._answers:
+            self._stopped.set()
+        elif self._stopped.is_set():
+            self._end()
+        else:
+            self._stopped.set()
+            os.write(2, b"\n(Ctrl-C again, or q, ends the chat)\n> ")  # print is not for handlers of signals
+
+    def log(self, text: str) -> None:
+        """Nothing: what is said of an answer follows it."""
+
+    def _talk(self) -> None:
+        self._ready.wait()
+        try:
+            self._forget()
+            for line in self._lines():
+                if line == "q":
+                    break
+                if line == "r":
+                    self._forget()
+                    self._show("what was said is forgotten")
+                elif line == "h":
+                    self._show(_HELP)
+                elif line:
+                    self._answer(line)
+                if self._frontend.unavailable:
+                    break
+        except Exception as error:  # the main thread raises it
+            self._error = error
+        self._end()
+
+    def _lines(self) -> Iterator[str]:
+        # Unbuffered: a thread that waits in a buffer of Python's would hold its lock when the process ends.
+        with open(0, "rb", buffering=0, closefd=False) as source:
+            while True:
+                if self._options.interactive:
+                    self._console.print("> ", end="", style="bold")
+                line = source.readline(MAX_BODY)
+                self._stopped.clear()
+                if not line:
+                    self._show("")
+                    return
+                yield line.decode(errors="replace").strip()
+
+    def _answer(self, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
+        request = CompletionRequest("chat", "", [dict(message) for message in self._messages], None, None)
+        answer, problem, times = "", "", [time.monotonic()]
+        self._answers = True
+        try:
+            context, responses = self._frontend.generate(
+                request, self._arguments, is_connected=lambda: not self._stopped.is_set()
+            )
+            state = context.text_sm.make_state(context.initial_state)
+            for response in responses:
+                times.append(time.monotonic())
+                state, pieces = _split(state, response)
+                for kind, text in pieces:
+                    if kind == "normal":
+                        answer += text
+                        print(text, end="", flush=True)
+                    elif text:  # what it thinks
+                        self._console.print(text, end="", style="dim", markup=False)
+        except Refusal as refusal:
+            if refusal.status < 499 and not self._options.interactive:
+                raise InvalidArgument(f"chat: {refusal}") from None
+            problem = str(refusal)
+        finally:
+            self._answers = False
+            self._stopped.clear()
+        if len(times) > 1:
+            print(flush=True)
+            self._messages.append({"role": "assistant", "content": answer})
+            rate = (len(times) - 2) / max(times[-1] - times[1], 1e-9)
+            self._show(f"{len(times) - 1} tokens, the first after {times[1] - times[0]:.2f} s, {rate:.1f} tokens/s")
+        else:
+            self._messages.pop()
+        if problem:
+            self._show(problem)
+
+    def _forget(self) -> None:
+        system = self._options.system_prompt
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def _end(self) -> None:
+        assert self._frontend.scheduler is not None  # it is ready
+        self._frontend.scheduler.stop()
+
+    def _show(self, text: str) -> None:
+        if self._options.interactive:
+            self._console.print(text, style="dim", markup=False)
+
+
+def _split(state: Any, response: Response) -> tuple[Any, list[tuple[str, str]]]:
+    """The text of a token by what it is, as mlx-lm's server has it: "normal" is the answer."""
+    if response.finish_reason == "stop":
+        return TextStateMachine.discard(state)[0], []
+    state, pieces = TextStateMachine.split(state, response.text)
+    if response.finish_reason == "length":
+        state, rest, kind = TextStateMachine.flush(state)
+        pieces.append((kind, rest))
+    return state, pieces
