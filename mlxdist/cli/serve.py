@@ -30,6 +30,13 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
     return found
 
 
+def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        if not all(text.partition("=")):
+            raise click.BadParameter(f"{text!r:.80} is not NAME=PATH")
+    return given
+
+
 @click.command()
 @click.argument("model")
 @click.option(
@@ -39,6 +46,10 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@click.option(
+    "--adapter", multiple=True, callback=_pairs, metavar="NAME=PATH", help="For requests that name it; repeatable."
+)
+@click.option("--adapter-path", metavar="PATH", help="Adapters of all requests, in place of --adapter.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -100,11 +111,13 @@ def serve(
     )
     options = ServeOptions(
         model,
+        adapters=tuple((name, path) for name, _, path in (text.partition("=") for text in given["adapter"])),
         limits=BatchLimits(**limits),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("host", "port", "pipeline", "adapter_path", "max_queue", "request_timeout", "max_context"),
+        **some("chat_template_args"),
     )
     sys.exit(run(options))
 
@@ -114,10 +127,11 @@ def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
     words = []
     for parameter in context.command.params:
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
-            value = given[parameter.name]
-            words.append(parameter.opts[0])
-            if not isinstance(value, bool):
-                words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+            values = given[parameter.name]
+            for value in values if isinstance(values, tuple) else (values,):
+                words.append(parameter.opts[0])
+                if not isinstance(value, bool):
+                    words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return words
 
 

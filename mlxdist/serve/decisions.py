@@ -19,6 +19,7 @@ from mlxdist.base.errors import InvalidArgument
 
 __all__ = [
     "FRAME",
+    "MAX_ADAPTERS",
     "MAX_ADMISSIONS",
     "MAX_BIASES",
     "MAX_CANCELS",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 FRAME = 1024  # bytes of a message that announces no other size
+MAX_ADAPTERS = (1 << 16) - 1
 MAX_PROMPT = 1 << 22  # tokens
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024  # of all stop words of a request
@@ -41,7 +43,7 @@ SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH")
+_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI H IBBH")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -58,6 +60,7 @@ class Admission:
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.
+        adapter: its number; 0 for none.
     """
 
     number: int
@@ -68,6 +71,7 @@ class Admission:
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
     stop: Sequence[Sequence[int]] = ()
+    adapter: int = 0
 
     @property
     def brought(self) -> int:
@@ -84,7 +88,7 @@ class Admission:
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
         counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
-        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, *counts)
+        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, self.adapter, *counts)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
             [
@@ -99,7 +103,8 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases = _REQUEST.unpack(reader.take(_REQUEST.size))
+        fixed = _REQUEST.unpack(reader.take(_REQUEST.size))
+        number, most, seed, *parameters, adapter, prompt, segments, stops, biases = fixed
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
@@ -121,6 +126,7 @@ class Admission:
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
+            adapter,
         )
 
 

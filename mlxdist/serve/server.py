@@ -21,7 +21,8 @@ from mlxdist.runtime.default_group import init
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
 
-from .decisions import FRAME, MAX_PROMPT, Decisions
+from .adapters import AdaptedModel
+from .decisions import FRAME, MAX_ADAPTERS, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
@@ -42,6 +43,8 @@ class ServeOptions:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
         pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
+        adapters: names and directories of adapters, of which each request has one or none.
+        adapter_path: a directory of adapters that all requests have; without ``adapters``.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
@@ -56,6 +59,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     pipeline: bool = False
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapter_path: str | None = None
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
@@ -86,11 +91,20 @@ def serve(options: ServeOptions) -> int:
         context = _context(directory, options.max_context)
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
-        frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
+        adapters = _adapter_names(options, served)
+        frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key, adapters)
         http = _listen(options, frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if http is None else http.listening():
         stages = group.size() if options.pipeline else 1
-        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
+        model, tokenizer = load_sharded(
+            directory,
+            group,
+            pp=stages,
+            adapter_path=[path for _, path in options.adapters] or options.adapter_path,
+            on_report=lambda report: _report(report, group),
+        )
+        if adapters:
+            model = AdaptedModel(model)
         with agreed("serve", group):
             if tokenizer is None:
                 raise InvalidArgument(f"serve: {directory} has no tokenizer")
@@ -167,6 +181,22 @@ def _mlx_lms(options: ServeOptions) -> Namespace:
     defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
     origins, template = list(options.allowed_origins), options.chat_template_args
     return Namespace(num_draft_tokens=0, allowed_origins=origins, chat_template_args=template, **defaults)
+
+
+def _adapter_names(options: ServeOptions, served: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name for name, _ in options.adapters)
+    if names and options.adapter_path is not None:
+        raise InvalidArgument("serve: --adapter-path is of all requests, --adapter of those that name it; give one kind")
+    if len(names) > MAX_ADAPTERS:
+        raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
+    for place, name in enumerate(names):
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
+            raise InvalidArgument(
+                f"serve: the name of an adapter has up to 64 letters, digits, '.', '-' and '_', unlike {name!r:.80}"
+            )
+        if name in served or name in names[:place]:
+            raise InvalidArgument(f"serve: {name} is the name of the model or of another adapter")
+    return names
 
 
 def _context(directory: Path, given: int | None) -> int:

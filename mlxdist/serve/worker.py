@@ -19,13 +19,12 @@ from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
 
+from .adapters import adapter_of, prompt_cache
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
-
-_KEY = "model"  # mlx-lm's caches are of several models, and here there is one
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ class Worker:
         """
         stream = mx.default_stream(mx.default_device())
         generator = BatchGenerator(self._model, prefill_step_size=2, stream=stream)
-        generator.insert([[0], [0] * 5, [0] * 7], max_tokens=[8, 6, 2])
+        caches = [prompt_cache(self._model, adapter) for adapter in (0, 1, 1)]
+        generator.insert([[0], [0] * 5, [0] * 7], max_tokens=[8, 6, 2], caches=caches)
         vocabulary = 0
         try:
             while responses := generator.next_generated():
@@ -141,9 +141,10 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt)
+        # mlx-lm's prompt cache is of several models; here, of one with each adapter.
+        cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
-            cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
+            cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt[:-1])
             rest = [*rest, prompt[-1]]
         cached = len(prompt) - len(rest)
         segments, kinds, end = [], [], 0
@@ -156,7 +157,7 @@ class Worker:
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
-            caches=[cache],
+            caches=[cache or prompt_cache(self._model, request.adapter)],
             all_tokens=[prompt[:cached]],
             samplers=[sampler_of(request, self._tokenizer)],
             logits_processors=[_make_logits_processors(request)],
@@ -183,4 +184,4 @@ class Worker:
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
-        self.cache.insert_cache(_KEY, tokens[:], cache, cache_type=kind)
+        self.cache.insert_cache(adapter_of(cache), tokens[:], cache, cache_type=kind)
