@@ -32,12 +32,7 @@ class Frontend(ResponseGenerator):
     """
 
     def __init__(
-        self,
-        options: Namespace,
-        served: tuple[str, ...],
-        timeout: float,
-        api_key: str,
-        adapters: tuple[str, ...] = (),
+        self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str, adapters: tuple[str, ...] = ()
     ) -> None:
         self.model_provider: Any = SimpleNamespace(cli_args=options, processor=None)
         self._state_machine_cache: dict[Any, Any] = {}

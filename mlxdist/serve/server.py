@@ -186,7 +186,7 @@ def _mlx_lms(options: ServeOptions) -> Namespace:
 def _adapter_names(options: ServeOptions, served: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name for name, _ in options.adapters)
     if names and options.adapter_path is not None:
-        raise InvalidArgument("serve: --adapter-path is of all requests, --adapter of those that name it; give one kind")
+        raise InvalidArgument("serve: --adapter-path is for all requests, --adapter for those that name it; give one")
     if len(names) > MAX_ADAPTERS:
         raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
     for place, name in enumerate(names):

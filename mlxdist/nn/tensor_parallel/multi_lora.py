@@ -27,7 +27,7 @@ def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
     Args:
         adapters: one number for each row of the batch: 0 for no adapter, 1 for the first of the list.
     """
-    before = _of_rows.set(mx.array(adapters, mx.uint32) if any(adapters) else None)
+    before = _of_rows.set(mx.array(list(adapters), mx.uint32) if any(adapters) else None)
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ class MultiLoRALinear(nn.Module):
         rank = max(each.lora_a.shape[1] for each in adapters if each is not None)
         nothing = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
         matrices = [nothing, *(nothing if each is None else _padded(each, rank) for each in adapters)]
-        self.lora_a, self.lora_b = (mx.stack(each) for each in zip(*matrices, strict=True))
+        self.lora_a, self.lora_b = (mx.stack(list(each)) for each in zip(*matrices))
         self._scale = mx.array([0.0, *(0.0 if each is None else each.scale for each in adapters)])
         self.freeze()
 

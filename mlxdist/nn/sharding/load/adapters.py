@@ -54,11 +54,15 @@ def require_adapters_of(
     """Raises InvalidArgument, before weights are read, if the adapters are not for ``model``, full and with shapes
     alone; with ``several`` also if they are not all on linear layers. It may have adapters then, and has none
     otherwise."""
+    if several and config.get("fine_tune_type") == "full":
+        raise InvalidArgument(
+            "load_sharded: each of several adapters must be of the kind 'lora'; 'full' are the weights of another model"
+        )
     layers = model.leaf_modules()
     _put_on(model, config)
     _require_names(model, plan, config, weights)
     if several:
-        _require_linear(model, config)
+        _require_linear(model)
     held = parameters(model)
     model.update_modules(layers)
     for name, array in weights.items():
@@ -192,19 +196,15 @@ def _require_names(model: nn.Module, plan: Plan, config: Mapping[str, Any], weig
         raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
 
 
-def _require_linear(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument if a row of a batch cannot have these adapters, and another row others."""
+def _require_linear(model: nn.Module) -> None:
+    """Raises InvalidArgument if there are adapters on other layers: in a batch these cannot have several."""
     from mlx_lm.tuner.lora import LoRALinear
 
-    if config.get("fine_tune_type") == "full":
-        raise InvalidArgument(
-            "load_sharded: one of several adapters must be of the kind 'lora'; 'full' are weights of a model of its own"
-        )
     for path, layer in _adapted(model):
         if not isinstance(layer, LoRALinear):
             raise InvalidArgument(
-                f"load_sharded: one of several adapters must be on linear layers, and {path} is a "
-                f"{type(layer).__name__}; train it with other keys, or fuse it with mlx_lm.fuse"
+                f"load_sharded: each of several adapters must be on linear layers, and one is a {type(layer).__name__} "
+                f"on {path}; train it with other keys, or fuse it with mlx_lm.fuse"
             )
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,10 @@ def load_sharded(
         pp = pp if stage_plan is None else stage_plan.stages
         tp = _checked_grid(group, plan, tp, ep, pp)
         directory = model_directory(path) if group.rank() == 0 or not stream else Path()
-    several = isinstance(adapter_path, list | tuple)
-    paths = list(adapter_path) if several else [] if adapter_path is None else [adapter_path]
+    paths, several = _adapter_paths(adapter_path)
     given = [len(paths), several]
     count, several = agree("load_sharded", group, None, {"adapter_path": stream or given}, given)[0].tolist()
-    adapters = [read_adapters(path, group, stream) for path, _ in zip_longest(paths[:count], range(count))]
+    adapters = [read_adapters(path, group, stream) for path in [*paths, *[None] * count][:count]]
     with (checkpoint_of_rank_0 if stream else _local_checkpoint)(directory, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
@@ -124,7 +122,7 @@ def load_sharded(
             plan.check(model)
             stage_plan = stage_plan or (plan_stages(model, pp) if pp > 1 else None)
             for each in adapters:
-                require_adapters_of(model, plan, *each, bool(several))
+                require_adapters_of(model, plan, *each, several)
         row = group  # the ranks of this stage
         if stage_plan is not None:
             row = group_of(group.split(group.rank() // plan.ranks))
@@ -150,8 +148,8 @@ def load_sharded(
         reference: nn.Module | Path = checkpoint.directory
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.directory, config, tokenizer_config)
-            if verify and group.rank() == 0 and adapter_path is not None and not several:
-                reference = full_model(directory, adapter_path)
+            if verify and group.rank() == 0 and paths and not several:
+                reference = full_model(directory, paths[0])
         if verify:
             require_agreement(model, reference, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
@@ -159,6 +157,13 @@ def load_sharded(
     total = sum(source.nbytes for source in sources.values())
     on_report(LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start))
     return model, tokenizer
+
+
+def _adapter_paths(given: Any) -> tuple[list[Any], bool]:
+    """The directories of adapters, and whether each row of a batch has one of several."""
+    if isinstance(given, list | tuple):
+        return list(given), True
+    return [] if given is None else [given], False
 
 
 def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int, pp: int) -> int:
