@@ -31,6 +31,13 @@ def json_object(context: click.Context, parameter: click.Parameter, text: str) -
     return found
 
 
+def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        if not all(text.partition("=")):
+            raise click.BadParameter(f"{text!r:.80} is not NAME=PATH")
+    return given
+
+
 @click.command()
 @click.argument("model")
 @click.option(
@@ -47,6 +54,10 @@ def json_object(context: click.Context, parameter: click.Parameter, text: str) -
 @click.option(
     "--num-draft-tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Drafts of a request in a step."
 )
+@click.option(
+    "--adapter", multiple=True, callback=_pairs, metavar="NAME=PATH", help="For requests that name it; repeatable."
+)
+@click.option("--adapter-path", metavar="PATH", help="Adapters of all requests, in place of --adapter.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -114,11 +125,12 @@ def serve(
     )
     options = ServeOptions(
         model,
+        adapters=tuple((name, path) for name, _, path in (text.partition("=") for text in given["adapter"])),
         limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "draft_model", "shard_draft_model", "shard_vocabulary"),
+        **some("host", "port", "pipeline", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
     )
     sys.exit(run(options))
@@ -140,10 +152,11 @@ def start_ranks(
     words = []
     for parameter in context.command.params:
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
-            value = given[parameter.name]
-            words.append(parameter.opts[0])
-            if not isinstance(value, bool):
-                words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+            values = given[parameter.name]
+            for value in values if isinstance(values, tuple) else (values,):
+                words.append(parameter.opts[0])
+                if not isinstance(value, bool):
+                    words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     from .launch import launch
 
     assert context.command.name is not None

@@ -30,6 +30,7 @@ from .sharding.verify import Verification, verify
 from .split_block import SplitBlock, SplitModel, Submissions
 from .tensor_parallel.column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
 from .tensor_parallel.lora import LoRALinear
+from .tensor_parallel.multi_lora import adapters_of_rows
 from .tensor_parallel.parallel_attention import ParallelAttention
 from .tensor_parallel.parallel_mlp import ParallelMLP
 from .tensor_parallel.row_parallel import QuantizedRowParallelLinear, RowParallelLinear
@@ -72,6 +73,7 @@ __all__ = [
     "Verification",
     "VocabParallelEmbedding",
     "VocabParallelSampler",
+    "adapters_of_rows",
     "context_parallel",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",

@@ -8,6 +8,7 @@ scheduler.py     rank 0: the queue, who is admitted, who has left or is late
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py   drafts, which the model checks several at a time
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
+adapters.py      which adapter each row of a batch has
 snapshot.py      the prefix cache on disk, from one run to the next
 sampling.py      mlx-lm's samplers, each with the random state of its request
 vocabulary.py    the output layer sharded over the vocabulary, and samples from its shards

@@ -19,6 +19,7 @@ from mlxdist.base.errors import InvalidArgument
 
 __all__ = [
     "FRAME",
+    "MAX_ADAPTERS",
     "MAX_ADMISSIONS",
     "MAX_BIASES",
     "MAX_CANCELS",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 FRAME = 1024  # bytes of a message that announces no other size
+MAX_ADAPTERS = (1 << 16) - 1
 MAX_PROMPT = 1 << 22  # tokens
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024  # of all stop words of a request
@@ -41,7 +43,7 @@ SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH?")
+_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI ?H IBBH")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -59,6 +61,7 @@ class Admission:
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.
         logprobs: whether rank 0 reads log-probabilities.
+        adapter: its number; 0 for none.
     """
 
     number: int
@@ -70,6 +73,7 @@ class Admission:
     logits: LogitsProcessorArguments
     stop: Sequence[Sequence[int]] = ()
     logprobs: bool = False
+    adapter: int = 0
 
     @property
     def brought(self) -> int:
@@ -85,12 +89,12 @@ class Admission:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
-        counts = len(self.prompt), len(self.segments), len(lengths), len(bias), self.logprobs
-        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, *counts)
+        counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
+        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
             [
-                _REQUEST.pack(*fixed),
+                _REQUEST.pack(*fixed, self.logprobs, self.adapter, *counts),
                 *(_SEGMENT.pack(SEGMENTS.index(kind), length) for kind, length in self.segments),
                 np.array(lengths, "<u2").tobytes(),
                 np.array(tokens, "<u4").tobytes(),
@@ -101,7 +105,7 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases, logprobs = _REQUEST.unpack(
+        number, most, seed, *parameters, logprobs, adapter, prompt, segments, stops, biases = _REQUEST.unpack(
             reader.take(_REQUEST.size)
         )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
@@ -126,6 +130,7 @@ class Admission:
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
             logprobs,
+            adapter,
         )
 
 

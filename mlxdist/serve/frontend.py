@@ -28,14 +28,17 @@ class Frontend(ResponseGenerator):
         served: the names of the model.
         timeout: seconds of a request.
         api_key: that clients send; empty for none.
+        adapters: their names; the first has number 1.
     """
 
-    def __init__(self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str) -> None:
+    def __init__(
+        self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str, adapters: tuple[str, ...] = ()
+    ) -> None:
         self.model_provider: Any = SimpleNamespace(cli_args=options, processor=None)
         self._state_machine_cache: dict[Any, Any] = {}
         self._tokenizing = threading.Lock()  # a tokenizer is for one thread at a time
         self._timeout = timeout
-        self.served, self.api_key = served, api_key
+        self.served, self.adapters, self.api_key = served, adapters, api_key
         self.metrics = Metrics()
         self.scheduler: Scheduler | None = None
         self.tokenizer: Any = None
@@ -103,6 +106,7 @@ class Frontend(ResponseGenerator):
             raise Refusal("the tokenizer gives tokens that the model does not have")
         if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
             raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
+        named = args.model.model, args.model.adapter
         admission = Admission(
             number=-1,  # until it is admitted
             prompt=prompt,
@@ -113,6 +117,7 @@ class Frontend(ResponseGenerator):
             logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),
             stop=stop,
             logprobs=args.logprobs or args.top_logprobs > 0,
+            adapter=next((number for number, name in enumerate(self.adapters, 1) if name in named), 0),
         )
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,

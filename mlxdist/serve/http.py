@@ -57,7 +57,7 @@ class Handler(APIHandler):
             body = parse_body(self._read())
             if self._frontend.unavailable:
                 raise Refusal(self._frontend.unavailable, 503)
-            check_fields(body, "chat" in self.path, self._frontend.served)
+            check_fields(body, "chat" in self.path, self._frontend.served, self._frontend.adapters)
             # OpenAI's clients write null for what is not given, and mlx-lm reads that as a value.
             body = {name: value for name, value in body.items() if value is not None}
             if "stream_options" in body:
@@ -77,14 +77,17 @@ class Handler(APIHandler):
             return
         frontend = self._frontend
         model = {"id": frontend.served[0], "object": "model", "created": self.created, "owned_by": "you"}
+        models = {name: model | {"id": name, "parent": model["id"]} for name in frontend.adapters}
+        models |= dict.fromkeys(frontend.served, model)
         try:
             self._authorize()
             if path == "/metrics":
                 self._send(frontend.metrics.text(frontend.gauges()), "text/plain; version=0.0.4")
             elif path == "/v1/models":
-                self._send(json.dumps({"object": "list", "data": [model]}))
-            elif path.removeprefix("/v1/models/") in frontend.served:
-                self._send(json.dumps(model))
+                data = [model, *(models[name] for name in frontend.adapters)]
+                self._send(json.dumps({"object": "list", "data": data}))
+            elif (name := path.removeprefix("/v1/models/")) in models:
+                self._send(json.dumps(models[name]))
             else:
                 raise Refusal("there is nothing of this name", 404)
         except Refusal as refusal:

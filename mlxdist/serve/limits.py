@@ -37,7 +37,6 @@ _RANGES = {
 _LEAST = {"temperature": 1e-4, "repetition_penalty": 0.01}  # unless it is 0
 # Fields that change the answer in OpenAI's or mlx-lm's API, and the values with which they do not.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "adapters": (None,),
     "best_of": (None, 1),
     "draft_model": (None, "default_model"),
     "echo": (None, False),
@@ -125,15 +124,21 @@ def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
             raise Refusal(f"logit_bias must have tokens from 0 to {vocabulary - 1}, with numbers from -100 to 100")
 
 
-def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]) -> None:
+def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...], adapters: tuple[str, ...]) -> None:
     """Of a body, what mlx-lm does not check.
 
     Raises:
         Refusal: a field has another type than OpenAI's API says, is too long, or means what is not served; the model is
-            none of ``served``.
+            none of ``served`` and no adapter; the adapter is none of ``adapters``.
     """
-    if body.get("model", served[0]) not in served:
-        raise Refusal(f"the model served here is {served[0]}; leave `model` out, or name that", 404)
+    model, adapter = body.get("model", served[0]), body.get("adapters")
+    listed = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
+    if model not in served and model not in adapters:
+        raise Refusal(f"the model served here is {served[0]}, with {listed}; leave `model` out, or name those", 404)
+    if adapter is not None and adapter not in adapters:
+        raise Refusal(f"the model is served with {listed}; leave `adapters` out, or name one", 404)
+    if model in adapters and adapter not in (None, model):
+        raise Refusal("`model` and `adapters` name different adapters")
     for name, allowed in _NOT_SERVED.items():
         if body.get(name) not in allowed:
             raise Refusal(f"{name} is not served here")

@@ -24,7 +24,8 @@ from mlxdist.runtime.default_group import init
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
 
-from .decisions import FRAME, MAX_PROMPT, Decisions
+from .adapters import AdaptedModel
+from .decisions import FRAME, MAX_ADAPTERS, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .scheduler import Scheduler, say
@@ -48,6 +49,8 @@ class ServeOptions:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
         pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
+        adapters: names and directories of adapters, of which each request has one or none.
+        adapter_path: a directory of adapters that all requests have; without ``adapters``.
         draft_model: as ``model``, whose tokenizer it has; None for none.
         shard_draft_model: whether each rank has a shard of it, instead of all of it.
         shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
@@ -66,6 +69,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     pipeline: bool = False
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapter_path: str | None = None
     draft_model: str | None = None
     shard_draft_model: bool = False
     shard_vocabulary: bool = False
@@ -126,17 +131,28 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
             raise InvalidArgument("serve: there are no drafts with stages; leave out --pipeline, or the drafts")
         if options.shard_vocabulary and (options.limits.num_draft_tokens or options.pipeline):
             raise InvalidArgument("serve: the vocabulary is not sharded with drafts or stages")
+        if options.prompt_cache_dir and (options.draft_model or options.adapters):
+            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or several adapters")
         context = _context(directory, options.max_context) - options.limits.num_draft_tokens
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
-        frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
+        adapters = _adapter_names(options, served)
+        frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key, adapters)
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
         clients = clients_of(frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if clients is None else clients.listening():
         stages = group.size() if options.pipeline else 1
         reports: list[LoadReport] = []
-        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=reports.append)
+        model, tokenizer = load_sharded(
+            directory,
+            group,
+            pp=stages,
+            adapter_path=[path for _, path in options.adapters] or options.adapter_path,
+            on_report=reports.append,
+        )
         _report(reports[0], group)
+        if adapters:
+            model = AdaptedModel(model)
         draft = _load_draft(options, group)
         if options.shard_vocabulary and group.size() > 1:
             model = VocabParallelModel(model, group)
@@ -236,6 +252,22 @@ def _mlx_lms(options: ServeOptions) -> Namespace:
     defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
     origins, template = list(options.allowed_origins), options.chat_template_args
     return Namespace(num_draft_tokens=0, allowed_origins=origins, chat_template_args=template, **defaults)
+
+
+def _adapter_names(options: ServeOptions, served: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name for name, _ in options.adapters)
+    if names and options.adapter_path is not None:
+        raise InvalidArgument("serve: --adapter-path is for all requests, --adapter for those that name it; give one")
+    if len(names) > MAX_ADAPTERS:
+        raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
+    for place, name in enumerate(names):
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
+            raise InvalidArgument(
+                f"serve: the name of an adapter has up to 64 letters, digits, '.', '-' and '_', unlike {name!r:.80}"
+            )
+        if name in served or name in names[:place]:
+            raise InvalidArgument(f"serve: {name} is the name of the model or of another adapter")
+    return names
 
 
 def _context(directory: Path, given: int | None) -> int:

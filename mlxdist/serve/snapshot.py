@@ -42,7 +42,6 @@ from mlxdist.version import __version__
 from .decisions import MAX_PROMPT, SEGMENTS
 from .prefix_cache import PrefixCache
 from .scheduler import say
-from .worker import KEY
 
 __all__ = ["Snapshot"]
 
@@ -50,6 +49,7 @@ _INDEX = "index.json"
 _MAX_INDEX = 1 << 28  # bytes
 _MAX_SEQUENCES = 1 << 16
 _DIGEST_SIZE = 16  # bytes
+_NO_ADAPTER = 0
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Snapshot:
         for name in ranks[0]["names"]:  # in one order on all ranks
             if name in common:
                 sequence, caches = found[name]
-                cache.insert_cache(KEY, list(sequence.tokens), caches, cache_type=sequence.kind)
-        mx.eval([each.state for _, _, caches in cache.sequences(KEY) for each in caches])
+                cache.insert_cache(_NO_ADAPTER, list(sequence.tokens), caches, cache_type=sequence.kind)
+        mx.eval([each.state for _, _, caches in cache.sequences(_NO_ADAPTER) for each in caches])
         if self._group.rank() == 0:
             for index, rank in enumerate(ranks):
                 for problem in rank["problems"]:
@@ -125,7 +125,7 @@ class Snapshot:
         try:
             sequences = [
                 {"kind": kind, "tokens": tokens, "digest": self._write(caches)}
-                for kind, tokens, caches in cache.sequences(KEY)
+                for kind, tokens, caches in cache.sequences(_NO_ADAPTER)
             ]
             replace_file(self._folder / _INDEX, json.dumps({"identity": self._identity, "sequences": sequences}), 0o600)
             kept = {sequence["digest"] for sequence in sequences}

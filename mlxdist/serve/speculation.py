@@ -17,6 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, dynamic_roll, make_prompt_ca
 
 from mlxdist.base.errors import InvalidArgument
 
+from .adapters import AdapterCache
 from .sampling import SeededSampler
 
 __all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
@@ -263,4 +264,6 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
 
 
 def _flat(cache: list[Any]) -> list[Any]:
-    return [layer for each in cache for layer in (each.caches if isinstance(each, CacheList) else [each])]
+    """Those with keys and values."""
+    lists = [each.caches if isinstance(each, CacheList) else [each] for each in cache]
+    return [layer for layers in lists for layer in layers if not isinstance(layer, AdapterCache)]

@@ -19,15 +19,14 @@ from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
 
+from .adapters import adapter_of, prompt_cache
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 from .speculation import SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
 
-__all__ = ["KEY", "BatchLimits", "Outcome", "Worker"]
-
-KEY = "model"  # of the prefix cache; mlx-lm's caches are of several models, and here there is one
+__all__ = ["BatchLimits", "Outcome", "Worker"]
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,10 @@ class Worker:
             InvalidArgument: on every rank, mlx-lm cannot compute batches of this model.
         """
         generator = self._new_generator(prefill_step_size=2)
-        batches = self._batches()
-        prompts = [prompt for prompt in ([0], [0] * 5, [0] * 7) for _ in range(batches)]  # one in each batch
-        generator.insert(prompts, max_tokens=[length for length in (8, 6, 2) for _ in range(batches)])
+        rows = [row for row in ((1, 8, 0), (5, 6, 1), (7, 2, 1)) for _ in range(self._batches())]  # one in each batch
+        prompts, most, adapters = zip(*rows)
+        caches = [prompt_cache(self._model, adapter) for adapter in adapters]
+        generator.insert([[0] * length for length in prompts], max_tokens=list(most), caches=caches)
         vocabulary = 0
         try:
             while responses := generator.next_generated():
@@ -182,9 +182,10 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        cache, rest = self.cache.fetch_nearest_cache(KEY, prompt)
+        # mlx-lm's prompt cache is of several models; here, of one with each adapter.
+        cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
-            cache, rest = self.cache.fetch_nearest_cache(KEY, prompt[:-1])
+            cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt[:-1])
             rest = [*rest, prompt[-1]]
         cached = len(prompt) - len(rest)
         segments, kinds, end = [], [], 0
@@ -203,7 +204,7 @@ class Worker:
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
-            caches=[cache],
+            caches=[cache or prompt_cache(self._model, request.adapter)],
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
@@ -233,4 +234,4 @@ class Worker:
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
-        self.cache.insert_cache(KEY, tokens[:], cache, cache_type=kind)
+        self.cache.insert_cache(adapter_of(cache), tokens[:], cache, cache_type=kind)

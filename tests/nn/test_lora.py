@@ -6,8 +6,9 @@ from mlx import nn
 
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
 from mlxdist.nn.tensor_parallel.lora import LoRALinear
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear, adapters_of_rows
 
-SCENARIOS = ["adapters", "collectives", "fused", "sequence", "refused"]
+SCENARIOS = ["adapters", "collectives", "fused", "sequence", "several", "refused"]
 
 
 @pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3)), 2])
@@ -51,3 +52,28 @@ def test_adapters_are_those_of_mlx_lm(quantized):
         expected = theirs.fuse(dequantize=dequantize)
         assert type(fused) is type(expected)
         assert all(mx.array_equal(fused[name], value) for name, value in expected.parameters().items())
+
+
+@pytest.mark.long  # the import of mlx-lm takes seconds
+@pytest.mark.parametrize("quantized", [{}, {"group_size": 32, "bits": 4}])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 1, 64), (4, 5, 64), (4, 2, 5, 64), (20, 64)], ids=str)
+def test_each_row_is_as_with_its_adapter_of_mlx_lm(quantized, dtype, shape):
+    """Of other ranks, as mlx-lm trains them, in float32."""
+    from mlx_lm.tuner.lora import LoRALinear as Original
+
+    mx.random.seed(0)
+    linear = nn.Linear(64, 32)
+    linear.set_dtype(dtype)
+    linear = linear.to_quantized(**quantized) if quantized else linear
+    adapters = [Original.from_base(linear, r=r, scale=scale) for r, scale in ((4, 5.0), (1, 0.0), (9, -1.5))]
+    for adapter in adapters:
+        adapter.lora_b = mx.random.normal(adapter.lora_b.shape)
+    x, rows = mx.random.normal(shape).astype(dtype), [3, 0, 1, 2]
+    with adapters_of_rows(rows):
+        y = MultiLoRALinear(adapters)(x)
+    parts = x.reshape(4, -1, 64)
+    expected = mx.stack([[linear, *adapters][number](part) for number, part in zip(rows, parts)]).reshape(y.shape)
+    assert y.dtype == dtype and y.shape == (*shape[:-1], 32)
+    tolerance = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 5e-2}[dtype]
+    assert mx.allclose(y, expected, rtol=tolerance, atol=tolerance)

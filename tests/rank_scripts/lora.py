@@ -22,6 +22,7 @@ from whole_and_parts import (
 from mlxdist.nn.partition import take
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
 from mlxdist.nn.tensor_parallel.lora import LoRALinear
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear, adapters_of_rows
 from mlxdist.nn.tensor_parallel.parallel_linear import ParallelLinear
 from mlxdist.nn.tensor_parallel.row_parallel import RowParallelLinear
 
@@ -152,6 +153,36 @@ def sequence() -> None:
         return {"layers": [cut_like(layer, gradient) if layer else gradient for layer, gradient in layers]}
 
     compare("adapters, sequence parallel", *models, x, cut_x=lambda x: take(x, 1, [3] * size, rank), cut_parameters=cut)
+
+
+def several() -> None:
+    """Rows with one of several adapters, or none: each is as with that adapter alone on the full layer."""
+    unit, parts, rows = QUANTIZED["group_size"], size + 1, [2, 0, 1, 2]
+    for dtype, quantized in ((mx.float32, {}), (mx.float32, QUANTIZED), (mx.float16, {})):
+        mx.random.seed(10)
+        whole = linear(unit * parts, 6 * parts, dtype=dtype, **quantized)
+        x = (0.1 * mx.random.normal((4, 3, unit * parts))).astype(dtype)
+        for kind, options in (
+            (ColumnParallelLinear, {"segments": (1, 2)}),
+            (ColumnParallelLinear, {"gather_output": True}),
+            (RowParallelLinear, {}),
+            (RowParallelLinear, {"input_is_parallel": False}),
+        ):
+            layer = kind.from_linear(whole, rank_shares=UNEVEN, **options)
+            dense, adapters = zip(*(pair(whole, layer) for _ in range(2)))
+            both = MultiLoRALinear([*adapters, None])
+            is_column = kind is ColumnParallelLinear
+            mine = x if is_column or options else features(layer)(x)
+            join = gathered(layer) if is_column else lambda y: y
+            with adapters_of_rows(rows):
+                ys = join(both(mine)), join(both(mine.reshape(-1, mine.shape[-1])))
+            wanted = mx.stack([[whole, *dense][number](row) for number, row in zip(rows, x)]).astype(dtype)
+            what = f"{kind.__name__} with several adapters, {dtype}, {quantized}, {options}"
+            close(ys[0], wanted, what)
+            close(ys[1], wanted.reshape(-1, wanted.shape[-1]), f"{what}, in one axis")
+            close(join(both(mine)), whole(x), f"{what}, without")
+            with adapters_of_rows([0, 3, 0, 3]):
+                assert mx.array_equal(both(mine), layer(mine)), f"{what}: an adapter that is not on the layer"
 
 
 def refused() -> None:

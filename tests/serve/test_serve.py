@@ -161,7 +161,7 @@ BAD = {
     "stream_options": ({"stream": True, "stream_options": 0}, 400, "stream_options must be an object"),
     "model": ({"model": "/etc"}, 404, "the model served here is tiny"),
     "model: list": ({"model": ["tiny"]}, 404, "the model served here is tiny"),
-    "adapters": ({"adapters": "/etc/passwd"}, 400, "adapters is not served here"),
+    "adapters": ({"adapters": "/etc/passwd"}, 404, "the model is served with no adapter"),
     "draft_model": ({"draft_model": "/tmp"}, 400, "draft_model is not served here"),
     "n": ({"n": 2}, 400, "n is not served here"),
     "response_format": ({"response_format": {"type": "json_object"}}, 400, "response_format is not served here"),

@@ -18,10 +18,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import tiny_models
-from mlx.utils import tree_map
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
-from mlx_lm.utils import save_config, save_model
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +54,9 @@ PLAIN = Admission(
 )
 
 
-def save_model_folder(folder: Path, kind: str = "qwen3", seed: int = 1, **fields: object) -> Path:
+def save_model_folder(
+    folder: Path, kind: str = "qwen3", seed: int = 1, bits: int | None = None, **fields: object
+) -> Path:
     """A folder of mlx-lm with random weights, so large that the answer depends on the question."""
     fields = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False} | fields
     config = tiny_models.config_of(kind)
@@ -59,6 +64,9 @@ def save_model_folder(folder: Path, kind: str = "qwen3", seed: int = 1, **fields
         fields |= {"text_config": config["text_config"] | fields}
     model = tiny_models.build(kind, seed=seed, **fields)
     model.update(tree_map(lambda array: array * 2, model.parameters()))
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+        fields["quantization"] = {"group_size": 32, "bits": bits}
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
     save_config(config | fields, folder / "config.json")
@@ -70,6 +78,21 @@ def save_model_folder(folder: Path, kind: str = "qwen3", seed: int = 1, **fields
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     saved.chat_template = TEMPLATE
     saved.save_pretrained(folder)
+    return folder
+
+
+def save_adapters(folder: Path, model: Path, seed: int, layers: int = -1, **settings: object) -> Path:
+    """What mlx-lm's lora training leaves, with random matrices. ``layers``: the last ones; -1 for all."""
+    loaded, _ = load_model(model)
+    settings = {"rank": 4, "scale": 2.0, "dropout": 0.1} | settings
+    loaded.freeze()
+    linear_to_lora_layers(loaded, layers, settings)
+    mx.random.seed(seed)
+    values = {name: mx.random.normal(a.shape) * 0.1 for name, a in tree_flatten(loaded.trainable_parameters())}
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), values)
+    config = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

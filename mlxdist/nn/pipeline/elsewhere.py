@@ -7,6 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..sharding.plan.block import children, own_arrays
+from ..sharding.plan.patterns import LINEARS
+from ..tensor_parallel.lora import SWITCH_LINEARS
 
 __all__ = ["advance", "drop_layer", "drop_parameters", "holds_parameters_alone", "is_known"]
 
@@ -41,6 +43,13 @@ def drop_parameters(module: nn.Module) -> None:
     module.__class__ = type(kind.__name__, (_Elsewhere, kind), {"__module__": kind.__module__})
 
 
+class _DroppedLinear(nn.Module):
+    """In place of what mlx-lm's ``linear_to_lora_layers`` takes: it gets no adapter."""
+
+    def to_lora(self, **settings: Any) -> nn.Module:
+        return self
+
+
 def drop_layer(layer: nn.Module) -> None:
     """Takes all parameters out of a layer. Its other attributes, which models look at, stay; what held the parameters
     is no linear layer any more, so nothing puts adapters on it."""
@@ -49,7 +58,13 @@ def drop_layer(layer: nn.Module) -> None:
         for name in [name for name, _ in own_arrays(module)]:
             del module[name]
         if is_leaf:
-            module.__class__ = nn.Module
+            module.__class__ = _DroppedLinear if _takes_adapters(module) else nn.Module
+
+
+def _takes_adapters(module: nn.Module) -> bool:
+    """Whether mlx-lm's ``linear_to_lora_layers`` takes it."""
+    kinds = *LINEARS, nn.Embedding, nn.QuantizedEmbedding
+    return hasattr(module, "to_lora") or isinstance(module, kinds) or type(module).__name__ in SWITCH_LINEARS
 
 
 def holds_parameters_alone(module: nn.Module) -> bool:

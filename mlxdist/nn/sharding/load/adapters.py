@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 from mlxdist.runtime.group import Group
 
 from ..plan import Plan
@@ -22,14 +24,16 @@ from ..plan.adapters import adapter_shard
 from ..plan.parameters import dtype_name, parameters
 from .blobs import broadcast_blob
 
-__all__ = ["put_adapters", "read_adapters", "require_adapters_of", "full_model"]
+__all__ = ["Adapters", "full_model", "put_adapters", "put_several", "read_adapters", "require_adapters_of"]
+
+Adapters = tuple[dict[str, Any], dict[str, mx.array]]  # the settings and the matrices of a directory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_RANK = 65536  # of an adapter
 
 
-def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[dict[str, Any], dict[str, mx.array]]:
+def read_adapters(path: str | Path | None, group: Group, stream: bool) -> Adapters:
     """The settings and the matrices in a directory of adapters, which every rank reads in full: they are small. Raises
     InvalidArgument on every rank where files are missing, damaged or not the same on all."""
     files = [b"", b""]
@@ -44,11 +48,21 @@ def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[
     return read
 
 
-def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
+def require_adapters_of(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], several: bool
+) -> None:
     """Raises InvalidArgument, before weights are read, if the adapters are not for ``model``, full and with shapes
-    alone. It may have adapters then, and has none otherwise."""
+    alone; with ``several`` also if they are not all on linear layers. It may have adapters then, and has none
+    otherwise."""
+    if several and config.get("fine_tune_type") == "full":
+        raise InvalidArgument(
+            "load_sharded: each of several adapters must be of the kind 'lora'; 'full' are the weights of another model"
+        )
     layers = model.leaf_modules()
-    _put_on(model, plan, config, weights)
+    _put_on(model, config)
+    _require_names(model, plan, config, weights)
+    if several:
+        _require_linear(model)
     held = parameters(model)
     model.update_modules(layers)
     for name, array in weights.items():
@@ -64,14 +78,32 @@ def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any],
 
 
 def put_adapters(
-    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int, group: Group
 ) -> None:
-    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights."""
+    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights. ``rank``: of the plan;
+    ``group``: all ranks, those of other stages too."""
     with agreed("load_sharded", group):
-        _put_on(model, plan, config, weights)
-        model.update(tree_unflatten(list(_shards(plan, weights, group.rank()))))
+        _put_on(model, config)
+        if (stage := stage_of(model)) is not None:
+            weights = {name: full for name, full in weights.items() if stage.index in stage.holders(name)}
+        model.update(tree_unflatten(list(_shards(plan, weights, rank))))
         model.eval()  # without dropout, as mlx-lm loads them
         mx.eval(model.parameters())
+
+
+def put_several(model: nn.Module, plan: Plan, adapters: Sequence[Adapters], rank: int, group: Group) -> None:
+    """As :func:`put_adapters`, of several directories: each layer that any of them is on has all of them."""
+    given = model.leaf_modules()
+    layers: dict[str, list[nn.Module | None]] = {}
+    for number, (config, weights) in enumerate(adapters):
+        put_adapters(model, plan, config, weights, rank, group)
+        for path, layer in _adapted(model):
+            layers.setdefault(path, [None] * len(adapters))[number] = layer
+        model.update_modules(given)
+    with agreed("load_sharded", group):
+        if layers:  # a stage may have none
+            model.update_modules(tree_unflatten([(path, MultiLoRALinear(each)) for path, each in layers.items()]))
+            mx.eval(model.parameters())
 
 
 def full_model(directory: Path, path: str | Path) -> nn.Module:
@@ -137,21 +169,43 @@ def _wrong_in(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
-    """New adapters, as the settings say, whose matrices are those of the file."""
+def _put_on(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """New adapters, as the settings say."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    wanted = list(plan.shards)
     if config.get("fine_tune_type") != "full":
         try:
             linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
+
+
+def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that have adapters, by their paths."""
+    return [(path, module) for path, module in model.named_modules() if "lora_a" in module]
+
+
+def _require_names(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+    """Raises InvalidArgument if the matrices are not those of the adapters on ``model``."""
+    wanted = list(plan.shards)
+    if config.get("fine_tune_type") != "full":
         wanted = [name for name in parameters(model) if name.rpartition(".")[2] in ("lora_a", "lora_b")]
         if missing := [name for name in wanted if name not in weights]:
             raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
     if more := [name for name in weights if name not in wanted]:
         raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
+
+
+def _require_linear(model: nn.Module) -> None:
+    """Raises InvalidArgument if there are adapters on other layers: in a batch these cannot have several."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    for path, layer in _adapted(model):
+        if not isinstance(layer, LoRALinear):
+            raise InvalidArgument(
+                f"load_sharded: each of several adapters must be on linear layers, and one is a {type(layer).__name__} "
+                f"on {path}; train it with other keys, or fuse it with mlx_lm.fuse"
+            )
 
 
 def _shards(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:

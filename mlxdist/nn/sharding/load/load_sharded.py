@@ -1,7 +1,7 @@
 """Loads a model of mlx-lm so that every rank reads and holds only its own shard of the weights."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..measured_shares import RankShares
 from ..plan import Plan, Shard, plan_shards
 from ..plan.parameters import parameters
 from ..verify import require_agreement
-from .adapters import full_model, put_adapters, read_adapters, require_adapters_of
+from .adapters import full_model, put_adapters, put_several, read_adapters, require_adapters_of
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_shard
 from .weight_checks import checksum, require_same_files, require_same_tensors
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
@@ -59,7 +59,7 @@ def load_sharded(
     pp: int = 1,
     stage_plan: StagePlan | None = None,
     rank_shares: RankShares | None = None,
-    adapter_path: str | Path | None = None,
+    adapter_path: str | Path | Sequence[str | Path] | None = None,
     stream: bool = False,
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -83,10 +83,11 @@ def load_sharded(
         stage_plan: of :func:`plan_stages` for this model; ``None`` makes one with stages of equal parameters.
         rank_shares: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
         adapter_path: a directory of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
-            sharded with the layers they are on. It may be another one on every host.
+            sharded with the layers they are on. It may be another one on every host. Or a list of such directories, of
+            LoRA on linear layers: each row of a batch has one or none of them (:func:`mlxdist.nn.adapters_of_rows`).
         stream: only rank 0 has the directories, and sends the others what they hold, with a CRC-32 of every shard.
         verify: compare the logits with those of the full model, which rank 0 then has to have room for
-            (:func:`mlxdist.nn.verify`).
+            (:func:`mlxdist.nn.verify`). With a list of adapters, without these.
         tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
         on_report: called with a LoadReport, what loading has cost this rank, when all is loaded.
 
@@ -95,8 +96,7 @@ def load_sharded(
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
             adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
             Compared are config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
-            parameters that every rank holds whole, and 512 bytes of each that is sharded. Or there are adapters and
-            several stages.
+            parameters that every rank holds whole, and 512 bytes of each that is sharded.
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
@@ -110,20 +110,19 @@ def load_sharded(
             raise InvalidArgument(f"load_sharded: the plan has {stage_plan.stages} stages; leave out pp")
         pp = pp if stage_plan is None else stage_plan.stages
         tp = _checked_grid(group, plan, tp, ep, pp)
-        if pp > 1 and adapter_path is not None:
-            raise InvalidArgument("load_sharded: adapters cannot be loaded with stages; fuse them with mlx_lm.fuse")
         directory = model_directory(path) if group.rank() == 0 or not stream else Path()
-    given = adapter_path is not None
-    adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
-    adapters = read_adapters(adapter_path, group, stream) if adapted else None
+    paths, several = _adapter_paths(adapter_path)
+    given = [len(paths), several]
+    count, several = agree("load_sharded", group, None, {"adapter_path": stream or given}, given)[0].tolist()
+    adapters = [read_adapters(path, group, stream) for path in [*paths, *[None] * count][:count]]
     with (checkpoint_of_rank_0 if stream else _local_checkpoint)(directory, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
             plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
             plan.check(model)
             stage_plan = stage_plan or (plan_stages(model, pp) if pp > 1 else None)
-            if adapters is not None:
-                require_adapters_of(model, plan, *adapters)
+            for each in adapters:
+                require_adapters_of(model, plan, *each, several)
         row = group  # the ranks of this stage
         if stage_plan is not None:
             row = group_of(group.split(group.rank() // plan.ranks))
@@ -141,14 +140,16 @@ def load_sharded(
         else:
             with agreed("load_sharded", group):  # what a stage cannot read is an error of all
                 _load_shards(model, plan, sources, row, quiet=group.rank() > 0)
-        if adapters is not None:
-            put_adapters(model, plan, *adapters, group)
-            adapters = None  # their memory
+        if several:
+            put_several(model, plan, adapters, row.rank(), group)
+        elif adapters:
+            put_adapters(model, plan, *adapters[0], row.rank(), group)
+        adapters.clear()  # their memory
         reference: nn.Module | Path = checkpoint.directory
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.directory, config, tokenizer_config)
-            if verify and group.rank() == 0 and adapter_path is not None:
-                reference = full_model(directory, adapter_path)
+            if verify and group.rank() == 0 and paths and not several:
+                reference = full_model(directory, paths[0])
         if verify:
             require_agreement(model, reference, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
@@ -156,6 +157,13 @@ def load_sharded(
     total = sum(source.nbytes for source in sources.values())
     on_report(LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start))
     return model, tokenizer
+
+
+def _adapter_paths(given: Any) -> tuple[list[Any], bool]:
+    """The directories of adapters, and whether each row of a batch has one of several."""
+    if isinstance(given, list | tuple):
+        return list(given), True
+    return [] if given is None else [given], False
 
 
 def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int, pp: int) -> int:

@@ -1,0 +1,89 @@
+"""Several low-rank adapters on one linear layer, sharded or not: each row of a batch has one of them, or none.
+
+Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547: the products of all rows are computed together,
+each with the matrices of its adapter.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import mlx.core as mx
+from mlx import nn
+
+from .lora import ShardedLinear
+
+__all__ = ["MultiLoRALinear", "adapters_of_rows"]
+
+_of_rows: ContextVar[mx.array | None] = ContextVar("adapters of rows", default=None)
+
+
+@contextmanager
+def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
+    """A ``with`` block in which a model of ``load_sharded(adapter_path=[...])`` is called with a batch.
+
+    Where no row has an adapter, as outside of the block, the model computes as without adapters.
+
+    Args:
+        adapters: one number for each row of the batch: 0 for no adapter, 1 for the first of the list.
+    """
+    before = _of_rows.set(mx.array(list(adapters), mx.uint32) if any(adapters) else None)
+    try:
+        yield
+    finally:
+        _of_rows.reset(before)
+
+
+class MultiLoRALinear(nn.Module):
+    """A linear layer with the adapters of several :class:`LoRALinear` on it, of this package or of mlx-lm.
+
+    Row i of the input has the adapter that :func:`adapters_of_rows` says: ``y + scale * (x A) B``. It is for inference:
+    parameters are frozen, and there is no dropout. The forward pass needs no collective besides the layer's own.
+
+    Called as the layer, with an input of which the first axis is the batch, or the batch and what follows it as one.
+
+    Args:
+        adapters: the layer with the first adapter, with the second, and so on, None for one that is not on it. Their
+            ``linear`` is the same. At least one is not None.
+
+    Attributes:
+        linear: the layer.
+        lora_a: float32 of shape (adapters + 1, inputs, r) with the largest r; others have zeros behind. The first is
+            all zeros: no adapter.
+        lora_b: float32 of shape (adapters + 1, r, outputs).
+    """
+
+    def __init__(self, adapters: Sequence[nn.Module | None]) -> None:
+        super().__init__()
+        example = next(each for each in adapters if each is not None)
+        self.linear = example.linear
+        inputs, outputs = example.lora_a.shape[0], example.lora_b.shape[1]
+        rank = max(each.lora_a.shape[1] for each in adapters if each is not None)
+        nothing = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
+        matrices = [nothing, *(nothing if each is None else _padded(each, rank) for each in adapters)]
+        self.lora_a, self.lora_b = (mx.stack(list(each)) for each in zip(*matrices))
+        self._scale = mx.array([0.0, *(0.0 if each is None else each.scale for each in adapters)])
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        linear, rows = self.linear, _of_rows.get()
+        if rows is None:
+            return linear(x)
+        if not isinstance(linear, ShardedLinear):
+            return linear(x) + self._adapted(x, rows)
+        x = linear.enter(x)
+        return linear.leave(linear.product(x) + self._adapted(x, rows))
+
+    def _adapted(self, x: mx.array, rows: mx.array) -> mx.array:
+        batch = x.reshape(rows.size, -1, x.shape[-1]).astype(mx.float32)
+        z = mx.gather_mm(batch, self["lora_a"], rhs_indices=rows)
+        z = mx.gather_mm(z, self["lora_b"], rhs_indices=rows)
+        z = self._scale[rows][:, None, None] * z
+        return z.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _padded(adapter: nn.Module, rank: int) -> tuple[mx.array, mx.array]:
+    """Both matrices in float32, as mlx-lm trains them, with zeros up to ``rank``."""
+    more = (0, rank - adapter.lora_a.shape[1])
+    a, b = (adapter[name].astype(mx.float32) for name in ("lora_a", "lora_b"))
+    return mx.pad(a, [(0, 0), more]), mx.pad(b, [more, (0, 0)])
