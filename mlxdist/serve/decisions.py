@@ -2,7 +2,7 @@
 
 A message has FRAME bytes, or as many as the message before it announced. So prompts of any length need no second
 broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes a message carries only
-what admitted requests bring: 4 bytes per token of the prompt and of stop words, 12 per entry of logit_bias.
+what admitted requests bring: 4 bytes per token of the prompt and of stop words, 12 per entry of logit_bias, grammars.
 
 Layout, little-endian: a header, the numbers of cancelled requests, the admitted requests, zeros.
 """
@@ -22,6 +22,7 @@ __all__ = [
     "MAX_ADMISSIONS",
     "MAX_BIASES",
     "MAX_CANCELS",
+    "MAX_GRAMMAR",
     "MAX_PROMPT",
     "MAX_STOPS",
     "MAX_STOP_TOKENS",
@@ -35,13 +36,14 @@ MAX_PROMPT = 1 << 22  # tokens
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024  # of all stop words of a request
 MAX_BIASES = 300  # as in OpenAI's API
+MAX_GRAMMAR = 1 << 17  # bytes
 MAX_CANCELS = 64  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH")
+_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBHI")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -58,6 +60,7 @@ class Admission:
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.
+        grammar: of the answer, llguidance's; empty for any answer.
     """
 
     number: int
@@ -68,11 +71,13 @@ class Admission:
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
     stop: Sequence[Sequence[int]] = ()
+    grammar: bytes = b""
 
     @property
     def brought(self) -> int:
-        """Bytes of prompt, stop words and biases, which a message has beyond FRAME."""
-        return 4 * (len(self.prompt) + sum(map(len, self.stop))) + 12 * len(self.logits.logit_bias or ())
+        """Bytes of prompt, stop words, biases and grammar, which a message has beyond FRAME."""
+        tokens = len(self.prompt) + sum(map(len, self.stop))
+        return 4 * tokens + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
 
     @property
     def size(self) -> int:
@@ -83,7 +88,7 @@ class Admission:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
-        counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
+        counts = len(self.prompt), len(self.segments), len(lengths), len(bias), len(self.grammar)
         fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, *counts)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
@@ -94,12 +99,13 @@ class Admission:
                 np.array(tokens, "<u4").tobytes(),
                 np.array(list(bias), "<u4").tobytes(),
                 np.array(list(bias.values()), "<f8").tobytes(),
+                self.grammar,
             ]
         )
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases = _REQUEST.unpack(reader.take(_REQUEST.size))
+        number, most, seed, *parameters, prompt, segments, stops, biases, grammar = _REQUEST.unpack(reader.take(_REQUEST.size))
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
@@ -107,6 +113,7 @@ class Admission:
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
         _require(stops <= MAX_STOPS and sum(lengths) <= MAX_STOP_TOKENS and all(lengths), "stop words are too long")
         _require(biases <= MAX_BIASES, "logit_bias is too long")
+        _require(grammar <= MAX_GRAMMAR, "a grammar is too long")
         tokens = reader.array("<u4", prompt + sum(lengths))
         ends = list(accumulate(lengths, initial=prompt))
         bias = dict(zip(reader.array("<u4", biases), reader.array("<f8", biases)))
@@ -121,6 +128,7 @@ class Admission:
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
+            reader.take(grammar),
         )
 
 
@@ -171,7 +179,7 @@ ROOM = FRAME - _HEADER.size - 4 * MAX_CANCELS  # bytes for requests in a message
 
 def max_size() -> int:
     """Bytes of the largest message."""
-    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES)
+    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES + MAX_GRAMMAR)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationContext, Response, ResponseGenerator
 
 from .decisions import MAX_STOP_TOKENS, Admission
+from .grammar import after_thinking, grammar_tokenizer
 from .limits import Refusal, sentence
 from .metrics import Metrics
 from .scheduler import Request, Scheduler
@@ -65,6 +66,7 @@ class Frontend(ResponseGenerator):
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
         is_connected: Callable[[], bool] = lambda: True,
+        grammar: str = "",
     ) -> tuple[GenerationContext, Iterator[Response]]:
         """The context and the answer, once the request has a place in the batch.
 
@@ -74,7 +76,7 @@ class Frontend(ResponseGenerator):
         if self.scheduler is None:
             raise Refusal(self.unavailable, 503)
         with self._tokenizing:
-            admission, context = self._prepare(request, generation_args)
+            admission, context = self._prepare(request, generation_args, grammar)
             detokenizer = self.tokenizer.detokenizer
         top = generation_args.top_logprobs if generation_args.logprobs or generation_args.top_logprobs > 0 else None
         running = Request(admission, is_connected, timeout=self._timeout, top_logprobs=top)
@@ -86,7 +88,9 @@ class Frontend(ResponseGenerator):
         vars(context)["stop"] = running.cancel
         return context, _answer(running, detokenizer, progress_callback)
 
-    def _prepare(self, request: CompletionRequest, args: GenerationArguments) -> tuple[Admission, GenerationContext]:
+    def _prepare(
+        self, request: CompletionRequest, args: GenerationArguments, grammar: str
+    ) -> tuple[Admission, GenerationContext]:
         tokenizer = self.tokenizer
         try:
             prompt, parts, kinds, initial_state, _ = self._tokenize(tokenizer, request, args)
@@ -102,6 +106,10 @@ class Frontend(ResponseGenerator):
             raise Refusal("the tokenizer gives tokens that the model does not have")
         if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
             raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
+        if grammar and grammar_tokenizer(tokenizer) is None:
+            raise Refusal("structured output is not served with this model, whose tokenizer llguidance cannot read")
+        if grammar and request.request_type == "chat":
+            grammar = after_thinking(grammar, tokenizer, initial_state)
         admission = Admission(
             number=-1,  # until it is admitted
             prompt=prompt,
@@ -111,6 +119,7 @@ class Frontend(ResponseGenerator):
             sampling=args.sampling,
             logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),
             stop=stop,
+            grammar=grammar.encode(),
         )
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,

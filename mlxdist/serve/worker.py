@@ -20,6 +20,7 @@ from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
 
 from .decisions import Admission, Decisions
+from .grammar import GrammarProcessor, grammar_tokenizer
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 
@@ -54,11 +55,13 @@ class Outcome:
         cached: of each admitted request, the tokens of its prompt that the prefix cache had.
         prefill: mlx-lm's responses of prompts.
         tokens: mlx-lm's responses of requests that generate.
+        failed: of requests that have ended without the output that their grammar describes, the reason.
     """
 
     cached: dict[int, int] = field(default_factory=dict)
     prefill: list[Any] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class Worker:
@@ -75,6 +78,7 @@ class Worker:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
         self._model, self._tokenizer = model, tokenizer
+        self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         stage = stage_of(model)
         stages = 1 if stage is None else stage.stages
         # In stages each step is one of a batch of several, which have the places together.
@@ -90,6 +94,7 @@ class Worker:
             self._generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()), **sizes)
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
+        self._grammars: dict[int, GrammarProcessor] = {}
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -125,6 +130,8 @@ class Worker:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
         self._generator.remove([number for number in decisions.cancel if self._kinds.pop(number, None) is not None])
+        for number in decisions.cancel:
+            self._grammars.pop(number, None)
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._kinds:
@@ -153,13 +160,18 @@ class Worker:
                 segments.append(prompt[start:end])
                 kinds.append(kind)
         eos = [(token,) for token in self._tokenizer.eos_token_ids]
+        processors = _make_logits_processors(request)
+        if request.grammar:
+            grammar = request.grammar.decode(errors="replace")
+            self._grammars[request.number] = GrammarProcessor(grammar, self._grammar_tokenizer, len(prompt))
+            processors.append(self._grammars[request.number])  # the last one, which no other can undo
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
             caches=[cache],
             all_tokens=[prompt[:cached]],
             samplers=[sampler_of(request, self._tokenizer)],
-            logits_processors=[_make_logits_processors(request)],
+            logits_processors=[processors],
             stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
         )
         if uid != request.number:
@@ -180,6 +192,10 @@ class Worker:
             if response.finish_reason is not None:
                 self._insert(response.all_tokens, response.prompt_cache, "assistant")
                 del self._kinds[response.uid]
+                grammar = self._grammars.pop(response.uid, None)
+                has_ended = response.token in self._tokenizer.eos_token_ids
+                if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
+                    outcome.failed[response.uid] = reason
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
