@@ -2,7 +2,7 @@
 
 A message has FRAME bytes, or as many as the message before it announced. So prompts of any length need no second
 broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes a message carries only
-what admitted requests bring: 4 bytes per token of the prompt and of stop words, 12 per entry of logit_bias.
+what admitted requests bring: 4 bytes per token of the prompt and of stop words, 12 per entry of logit_bias, grammars.
 
 Layout, little-endian: a header, the numbers of cancelled requests, the admitted requests, zeros.
 """
@@ -23,6 +23,7 @@ __all__ = [
     "MAX_ADMISSIONS",
     "MAX_BIASES",
     "MAX_CANCELS",
+    "MAX_GRAMMAR",
     "MAX_PROMPT",
     "MAX_STOPS",
     "MAX_STOP_TOKENS",
@@ -37,13 +38,14 @@ MAX_PROMPT = 1 << 22  # tokens
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024  # of all stop words of a request
 MAX_BIASES = 300  # as in OpenAI's API
+MAX_GRAMMAR = 1 << 17  # bytes
 MAX_CANCELS = 64  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI ?H IBBH")
+_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI ?H IBBHI")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -62,6 +64,7 @@ class Admission:
         stop: stop words as tokens.
         logprobs: whether rank 0 reads log-probabilities.
         adapter: its number; 0 for none.
+        grammar: of the answer, llguidance's; empty for any answer.
     """
 
     number: int
@@ -74,11 +77,13 @@ class Admission:
     stop: Sequence[Sequence[int]] = ()
     logprobs: bool = False
     adapter: int = 0
+    grammar: bytes = b""
 
     @property
     def brought(self) -> int:
-        """Bytes of prompt, stop words and biases, which a message has beyond FRAME."""
-        return 4 * (len(self.prompt) + sum(map(len, self.stop))) + 12 * len(self.logits.logit_bias or ())
+        """Bytes of prompt, stop words, biases and grammar, which a message has beyond FRAME."""
+        tokens = len(self.prompt) + sum(map(len, self.stop))
+        return 4 * tokens + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
 
     @property
     def size(self) -> int:
@@ -89,7 +94,7 @@ class Admission:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
-        counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
+        counts = len(self.prompt), len(self.segments), len(lengths), len(bias), len(self.grammar)
         fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
@@ -100,12 +105,13 @@ class Admission:
                 np.array(tokens, "<u4").tobytes(),
                 np.array(list(bias), "<u4").tobytes(),
                 np.array(list(bias.values()), "<f8").tobytes(),
+                self.grammar,
             ]
         )
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, logprobs, adapter, prompt, segments, stops, biases = _REQUEST.unpack(
+        number, most, seed, *parameters, logprobs, adapter, prompt, segments, stops, biases, grammar = _REQUEST.unpack(
             reader.take(_REQUEST.size)
         )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
@@ -115,6 +121,7 @@ class Admission:
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
         _require(stops <= MAX_STOPS and sum(lengths) <= MAX_STOP_TOKENS and all(lengths), "stop words are too long")
         _require(biases <= MAX_BIASES, "logit_bias is too long")
+        _require(grammar <= MAX_GRAMMAR, "a grammar is too long")
         tokens = reader.array("<u4", prompt + sum(lengths))
         ends = list(accumulate(lengths, initial=prompt))
         bias = dict(zip(reader.array("<u4", biases), reader.array("<f8", biases)))
@@ -131,6 +138,7 @@ class Admission:
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
             logprobs,
             adapter,
+            reader.take(grammar),
         )
 
 
@@ -181,7 +189,7 @@ ROOM = FRAME - _HEADER.size - 4 * MAX_CANCELS  # bytes for requests in a message
 
 def max_size() -> int:
     """Bytes of the largest message."""
-    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES)
+    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES + MAX_GRAMMAR)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationContext, Response, ResponseGenerator
 
 from .decisions import MAX_STOP_TOKENS, Admission
+from .grammar import after_thinking, grammar_tokenizer
 from .limits import Refusal, sentence
 from .metrics import Metrics
 from .scheduler import Request, Scheduler
@@ -69,6 +70,7 @@ class Frontend(ResponseGenerator):
         progress_callback: Callable[[int, int], None] | None = None,
         is_connected: Callable[[], bool] = lambda: True,
         priority: int = 0,
+        grammar: str = "",
     ) -> tuple[GenerationContext, Iterator[Response]]:
         """The context and the answer, once the request has a place in the batch.
 
@@ -78,7 +80,7 @@ class Frontend(ResponseGenerator):
         if self.scheduler is None:
             raise Refusal(self.unavailable, 503)
         with self._tokenizing:
-            admission, context = self._prepare(request, generation_args)
+            admission, context = self._prepare(request, generation_args, grammar)
             detokenizer = self.tokenizer.detokenizer
         top = generation_args.top_logprobs if admission.logprobs else None
         running = Request(admission, is_connected, timeout=self._timeout, priority=priority, top_logprobs=top)
@@ -90,7 +92,9 @@ class Frontend(ResponseGenerator):
         vars(context)["stop"] = running.cancel
         return context, _answer(running, detokenizer, progress_callback)
 
-    def _prepare(self, request: CompletionRequest, args: GenerationArguments) -> tuple[Admission, GenerationContext]:
+    def _prepare(
+        self, request: CompletionRequest, args: GenerationArguments, grammar: str
+    ) -> tuple[Admission, GenerationContext]:
         tokenizer = self.tokenizer
         try:
             prompt, parts, kinds, initial_state, _ = self._tokenize(tokenizer, request, args)
@@ -107,6 +111,10 @@ class Frontend(ResponseGenerator):
         if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
             raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
         named = args.model.model, args.model.adapter
+        if grammar and grammar_tokenizer(tokenizer) is None:
+            raise Refusal("structured output is not served with this model, whose tokenizer llguidance cannot read")
+        if grammar and request.request_type == "chat":
+            grammar = after_thinking(grammar, tokenizer, initial_state)
         admission = Admission(
             number=-1,  # until it is admitted
             prompt=prompt,
@@ -118,6 +126,7 @@ class Frontend(ResponseGenerator):
             stop=stop,
             logprobs=args.logprobs or args.top_logprobs > 0,
             adapter=next((number for number, name in enumerate(self.adapters, 1) if name in named), 0),
+            grammar=grammar.encode(),
         )
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,

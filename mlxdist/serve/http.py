@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import APIHandler, get_system_fingerprint
+from mlx_lm.server import APIHandler, GenerationContext, Response, get_system_fingerprint
 
 from mlxdist.base.environment import format_address
 
 from .frontend import Frontend
+from .grammar import grammar_of
 from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
 from .scheduler import say
 
@@ -45,6 +46,7 @@ class Handler(APIHandler):
         self._is_unread = False  # the body
         self._streams = False  # the answer, whose headers are sent
         self._priority = 0
+        self._grammar = ""
         generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=self._generate)
         super().__init__(generator, *arguments, **keywords)
 
@@ -58,6 +60,7 @@ class Handler(APIHandler):
             if self._frontend.unavailable:
                 raise Refusal(self._frontend.unavailable, 503)
             check_fields(body, "chat" in self.path, self._frontend.served, self._frontend.adapters)
+            self._grammar = grammar_of(body)
             # OpenAI's clients write null for what is not given, and mlx-lm reads that as a value.
             body = {name: value for name, value in body.items() if value is not None}
             if "stream_options" in body:
@@ -109,6 +112,10 @@ class Handler(APIHandler):
     def _set_stream_headers(self, status_code: int = 200) -> None:
         super()._set_stream_headers(status_code)
         self._streams = True
+
+    def _generate(self, *arguments: Any, **keywords: Any) -> tuple[GenerationContext, Iterator[Response]]:
+        keywords |= {"is_connected": self._is_connected, "grammar": self._grammar}
+        return self._frontend.generate(*arguments, **keywords)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""

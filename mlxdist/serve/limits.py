@@ -41,7 +41,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "draft_model": (None, "default_model"),
     "echo": (None, False),
     "n": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
 }
 # Arguments of transformers' apply_chat_template, which are not variables of the template.

@@ -188,12 +188,16 @@ class Scheduler:
             if request.generated == 1:
                 request.first = time.monotonic()
                 self._metrics.first_token(request.first - request.arrived)
-            request.events.put(self._token(response, request.top_logprobs))
+            failed = outcome.failed.get(response.uid)
+            if failed:
+                request.events.put(Refusal(f"the grammar of the request has failed: {failed}", 500))
+            else:
+                request.events.put(self._token(response, request.top_logprobs))
             if response.finish_reason is not None:
                 del self._running[response.uid]
                 seconds = time.monotonic() - request.arrived
                 self._seconds += (seconds - self._seconds) / 8 if self._seconds else seconds
-                self._has_ended(request, response.finish_reason)
+                self._has_ended(request, "error" if failed else response.finish_reason)
 
     def fail(self, reason: str) -> None:
         """Ends all requests, those that come later too."""
