@@ -14,6 +14,8 @@ from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
+from .shard import RankShares
+
 __all__ = ["serve"]
 
 _KEY = "MLXDIST_API_KEY"
@@ -38,7 +40,16 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @host_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
-@click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@click.option("--tp", type=_COUNT, help="Ranks that share every layer.  [default: chosen]")
+@click.option("--ep", type=_COUNT, help="Ranks (times --tp) that share the experts.  [default: chosen]")
+@click.option("--pipeline", is_flag=True, help="The ranks that --tp and --ep leave are stages, with some layers each.")
+@click.option(
+    "--rank-shares",
+    type=RankShares(),
+    help="Shares of the --tp ranks, or of stages: 2,1; with measured hosts also memory (the default) or compute.",
+)
+@click.option("--plan", metavar="FILE", help="Of `mlxdist shard --json`; only rank 0 needs it.")
+@click.option("--stream-weights", is_flag=True, help="Only rank 0 has MODEL, and sends the others what they hold.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -77,8 +88,9 @@ def serve(
         mlxdist serve models/qwen --hostfile rmlx-hosts.json --host 0.0.0.0
         mlxdist launch --hostfile rmlx-hosts.json --log-dir logs -- mlxdist serve models/qwen
 
-    MODEL is a directory, or org/name after `hf download org/name`, on every host. With -n, --hostfile or --hosts, ranks
-    are started as `mlxdist launch` does, whose other options are for the last form.
+    MODEL is a directory, or org/name after `hf download org/name`, on every host, or on rank 0's with --stream-weights.
+    With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options are for the last
+    form.
     """
     if api_key:
         api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)
@@ -89,7 +101,7 @@ def serve(
         command = module_command("mlxdist", "serve", model, *_words(context, given), python=selection.python)
         _launch([*where, "--", *command])
         return
-    from mlxdist.serve.server import BatchLimits, ServeOptions
+    from mlxdist.serve.server import BatchLimits, Layout, ServeOptions
     from mlxdist.serve.server import serve as run
 
     def some(*names: str) -> dict[str, Any]:
@@ -100,11 +112,14 @@ def serve(
     )
     options = ServeOptions(
         model,
+        layout=Layout(**some("tp", "ep", "pipeline", "rank_shares", "plan")),
         limits=BatchLimits(**limits),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some(
+            "host", "port", "stream_weights", "max_queue", "request_timeout", "max_context", "chat_template_args"
+        ),
     )
     sys.exit(run(options))
 
@@ -116,7 +131,9 @@ def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
             value = given[parameter.name]
             words.append(parameter.opts[0])
-            if not isinstance(value, bool):
+            if isinstance(value, list):
+                words.append(",".join(map(str, value)))
+            elif not isinstance(value, bool):
                 words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return words
 

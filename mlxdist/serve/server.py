@@ -16,7 +16,7 @@ from mlx_lm.utils import load_config
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.load import LoadReport, load_sharded
+from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.runtime.default_group import init
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
@@ -24,6 +24,7 @@ from mlxdist.runtime.ops import broadcast
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
+from .placement import Layout, place, show
 from .scheduler import Scheduler, say
 from .worker import BatchLimits, Worker
 
@@ -41,7 +42,8 @@ class ServeOptions:
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
-        pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
+        layout: which rank holds what of the model.
+        stream_weights: whether only rank 0 has the model, and sends the others what they hold.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
@@ -55,7 +57,8 @@ class ServeOptions:
     model: str
     host: str = "127.0.0.1"
     port: int = 8080
-    pipeline: bool = False
+    layout: Layout = Layout()
+    stream_weights: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
@@ -73,8 +76,8 @@ def serve(options: ServeOptions) -> int:
         The exit status: 0 after SIGTERM, 130 after SIGINT.
 
     Raises:
-        InvalidArgument: there is no such model, or it cannot be sharded or batched; the address cannot be listened at.
-            On all ranks.
+        InvalidArgument: there is no such model, or it cannot be sharded as asked, or batched; the address cannot be
+            listened at. On all ranks.
         PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
             has ended all requests with the reason.
     """
@@ -82,18 +85,26 @@ def serve(options: ServeOptions) -> int:
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
     assert own is not None  # the color is not negative
     with agreed("serve", group, options):  # the key is not in its repr
-        directory = model_directory(options.model)
-        context = _context(directory, options.max_context)
+        has_model = group.rank() == 0 or not options.stream_weights
+        directory = model_directory(options.model) if has_model else Path()
+        context = _context(directory, options.max_context) if has_model else 0  # rank 0's counts
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
         http = _listen(options, frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if http is None else http.listening():
-        stages = group.size() if options.pipeline else 1
-        model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
+        placement = place(directory, group, options.layout)
+        model, tokenizer = load_sharded(
+            directory,
+            group,
+            placement.plan,
+            stage_plan=placement.stage_plan,
+            stream=options.stream_weights,
+            on_report=lambda report: show(placement, report, group),
+        )
         with agreed("serve", group):
             if tokenizer is None:
-                raise InvalidArgument(f"serve: {directory} has no tokenizer")
+                raise InvalidArgument(f"serve: {options.model} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
         scheduler = None
@@ -103,7 +114,7 @@ def serve(options: ServeOptions) -> int:
                 options.limits.decode_concurrency, options.max_queue, heartbeat, tokenizer, frontend.metrics
             )
             frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
-            say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}")
+            say(f"{served[0]} is ready at {http.address}, ranks: {group.size()}, {placement.name}")
         try:
             received = _loop(own, worker, scheduler)
         except Exception as error:
@@ -178,7 +189,3 @@ def _context(directory: Path, given: int | None) -> int:
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
     return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
 
-
-def _report(report: LoadReport, group: Group) -> None:
-    held, total = report.bytes_held / 1e9, report.bytes_total / 1e9
-    say(f"rank {group.rank()} holds {held:.2f} of {total:.2f} GB of weights, loaded in {report.seconds:.1f} s")
