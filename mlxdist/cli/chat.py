@@ -10,7 +10,7 @@ import click
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
-from .serve import COUNT, json_object, start_ranks
+from .serve import COUNT, json_object, layout_options, start_ranks
 
 __all__ = ["chat"]
 
@@ -21,7 +21,7 @@ __all__ = ["chat"]
     "-n", "ranks", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of ranks; with hosts: on each."
 )
 @host_options
-@click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@layout_options
 @click.option("--system-prompt", default="", metavar="TEXT", help="Before the first question.")
 @click.option("--max-tokens", "-m", type=COUNT, default=256, show_default=True, help="Of an answer.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Temperature.")
@@ -65,5 +65,7 @@ def chat(
         return
     from mlxdist.serve.chat import ChatOptions
     from mlxdist.serve.chat import chat as run
+    from mlxdist.serve.placement import Layout
 
-    run(ChatOptions(model, interactive=interactive, **given))
+    layout = Layout(**{name: given.pop(name) for name in ("tp", "ep", "pipeline", "rank_shares", "plan")})
+    run(ChatOptions(model, layout=layout, interactive=interactive, **given))

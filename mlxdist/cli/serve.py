@@ -15,7 +15,9 @@ from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
-__all__ = ["COUNT", "json_object", "serve", "start_ranks"]
+from .shard import RankShares
+
+__all__ = ["COUNT", "json_object", "layout_options", "serve", "start_ranks"]
 
 _KEY = "MLXDIST_API_KEY"
 COUNT = click.IntRange(min=1)
@@ -38,6 +40,27 @@ def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str,
     return given
 
 
+_LAYOUT = (
+    click.option("--tp", type=COUNT, help="Ranks that share every layer.  [default: chosen]"),
+    click.option("--ep", type=COUNT, help="Ranks (times --tp) that share the experts.  [default: chosen]"),
+    click.option("--pipeline", is_flag=True, help="The ranks that --tp and --ep leave are stages, with some layers each."),
+    click.option(
+        "--rank-shares",
+        type=RankShares(),
+        help="Shares of the --tp ranks, or of stages: 2,1; with measured hosts also memory (the default) or compute.",
+    ),
+    click.option("--plan", metavar="FILE", help="Of `mlxdist shard --json`; only rank 0 needs it."),
+    click.option("--stream-weights", is_flag=True, help="Only rank 0 has MODEL, and sends the others what they hold."),
+)
+
+
+def layout_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which rank holds what of MODEL."""
+    for option in reversed(_LAYOUT):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.argument("model")
 @click.option(
@@ -46,7 +69,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str,
 @host_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
-@click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
+@layout_options
 @click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
 @click.option("--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it.")
@@ -101,8 +124,9 @@ def serve(
         mlxdist serve models/qwen --hostfile rmlx-hosts.json --host 0.0.0.0
         mlxdist launch --hostfile rmlx-hosts.json --log-dir logs -- mlxdist serve models/qwen
 
-    MODEL is a directory, or org/name after `hf download org/name`, on every host. With -n, --hostfile or --hosts, ranks
-    are started as `mlxdist launch` does, whose other options are for the last form.
+    MODEL is a directory, or org/name after `hf download org/name`, on every host, or on rank 0's with --stream-weights.
+    With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options are for the last
+    form.
     """
     if api_key:
         api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)
@@ -114,8 +138,10 @@ def serve(
     if given["draft_model"] and given["prompt_lookup"]:
         raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
     drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
-    from mlxdist.serve.server import BatchLimits, ServeOptions
+    from mlxdist.serve.options import ServeOptions
+    from mlxdist.serve.placement import Layout
     from mlxdist.serve.server import serve as run
+    from mlxdist.serve.worker import BatchLimits
 
     def some(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names}
@@ -126,11 +152,12 @@ def serve(
     options = ServeOptions(
         model,
         adapters=tuple((name, path) for name, _, path in (text.partition("=") for text in given["adapter"])),
+        layout=Layout(**some("tp", "ep", "pipeline", "rank_shares", "plan")),
         limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
+        **some("host", "port", "stream_weights", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
     )
     sys.exit(run(options))
@@ -155,7 +182,9 @@ def start_ranks(
             values = given[parameter.name]
             for value in values if isinstance(values, tuple) else (values,):
                 words.append(parameter.opts[0])
-                if not isinstance(value, bool):
+                if isinstance(value, list):
+                    words.append(",".join(map(str, value)))
+                elif not isinstance(value, bool):
                     words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     from .launch import launch
 

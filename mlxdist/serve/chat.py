@@ -23,7 +23,9 @@ from mlxdist.base.errors import InvalidArgument
 
 from .frontend import Frontend
 from .limits import MAX_BODY, Refusal, check_parameters
-from .server import ServeOptions, run
+from .options import ServeOptions
+from .placement import Layout
+from .server import run
 from .worker import BatchLimits
 
 __all__ = ["ChatOptions", "chat"]
@@ -36,7 +38,7 @@ class ChatOptions:
     """What `mlxdist chat` is given.
 
     Attributes:
-        model, pipeline, max_context, chat_template_args: as in ServeOptions.
+        model, layout, stream_weights, max_context, chat_template_args: as in ServeOptions.
         temp, top_p, max_tokens: of the answers.
         seed: with which every answer is drawn; None for another one each time.
         system_prompt: before the first question; empty for none.
@@ -44,7 +46,8 @@ class ChatOptions:
     """
 
     model: str
-    pipeline: bool = False
+    layout: Layout = Layout()
+    stream_weights: bool = False
     max_context: int | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     temp: float = 0.0
@@ -63,7 +66,8 @@ def chat(options: ChatOptions) -> None:
     """
     served = ServeOptions(
         options.model,
-        pipeline=options.pipeline,
+        layout=options.layout,
+        stream_weights=options.stream_weights,
         limits=BatchLimits(decode_concurrency=1, prompt_concurrency=1),
         request_timeout=float("inf"),
         max_context=options.max_context,
@@ -108,8 +112,8 @@ class Terminal:
         if self._error is not None:
             raise self._error
 
-    def ready(self, name: str, ranks: int) -> None:
-        self._show(f"{name} is ready, ranks: {ranks}; {_HELP}")
+    def ready(self, name: str, ranks: int, layout: str) -> None:
+        self._show(f"{name} is ready, ranks: {ranks}, {layout}; {_HELP}")
         self._ready.set()
 
     def interrupt(self) -> None:

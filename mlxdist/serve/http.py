@@ -113,15 +113,11 @@ class Handler(APIHandler):
         super()._set_stream_headers(status_code)
         self._streams = True
 
-    def _generate(self, *arguments: Any, **keywords: Any) -> tuple[GenerationContext, Iterator[Response]]:
-        keywords |= {"is_connected": self._is_connected, "grammar": self._grammar}
-        return self._frontend.generate(*arguments, **keywords)
-
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""
 
-    def _generate(self, *arguments: Any, **keywords: Any) -> Any:
-        keywords |= {"is_connected": self._is_connected, "priority": self._priority}
+    def _generate(self, *arguments: Any, **keywords: Any) -> tuple[GenerationContext, Iterator[Response]]:
+        keywords |= {"is_connected": self._is_connected, "priority": self._priority, "grammar": self._grammar}
         return self._frontend.generate(*arguments, **keywords)
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -220,8 +216,8 @@ class Server(ThreadingHTTPServer):
             for _ in range(MAX_CONNECTIONS):
                 self._free.acquire(timeout=max(deadline - time.monotonic(), 0))
 
-    def ready(self, name: str, ranks: int) -> None:
-        say(f"{name} is ready at {self.address}, ranks: {ranks}")
+    def ready(self, name: str, ranks: int, layout: str) -> None:
+        say(f"{name} is ready at {self.address}, ranks: {ranks}, {layout}")
 
     def interrupt(self) -> None:
         assert self._frontend.scheduler is not None

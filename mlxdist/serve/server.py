@@ -7,82 +7,35 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
-from mlx import nn
 from mlx_lm.utils import load_config
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.load import LoadReport, load_sharded
 from mlxdist.runtime.default_group import init
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import broadcast
 
-from .adapters import AdaptedModel
-from .decisions import FRAME, MAX_ADAPTERS, MAX_PROMPT, Decisions
+from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
+from .loading import load
+from .options import ServeOptions
+from .placement import place
 from .scheduler import Scheduler, say
 from .snapshot import Snapshot
-from .speculation import DraftedModel
-from .vocabulary import VocabParallelModel
-from .worker import BatchLimits, Worker
+from .worker import Worker
 
-__all__ = ["Clients", "ServeOptions", "run", "serve"]
+__all__ = ["Clients", "run", "serve"]
 
 _HEARTBEAT = 1.0  # seconds
 _FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What `mlxdist serve` is given.
-
-    Attributes:
-        model: a directory, or the name of a model that `hf download` has fetched.
-        host, port: where rank 0 listens; port 0 is a free one.
-        pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
-        adapters: names and directories of adapters, of which each request has one or none.
-        adapter_path: a directory of adapters that all requests have; without ``adapters``.
-        draft_model: as ``model``, whose tokenizer it has; None for none.
-        shard_draft_model: whether each rank has a shard of it, instead of all of it.
-        shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
-        limits: of the batch.
-        max_queue: requests that wait; more get 429.
-        request_timeout: seconds of a request, from its arrival.
-        max_context: tokens of a prompt and its answer; None for what the model's config.json says.
-        defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
-        prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
-        chat_template_args: variables of the chat template.
-        allowed_origins: of web pages that may use it; "*" for all.
-        api_key: that clients send; empty for none.
-    """
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8080
-    pipeline: bool = False
-    adapters: tuple[tuple[str, str], ...] = ()
-    adapter_path: str | None = None
-    draft_model: str | None = None
-    shard_draft_model: bool = False
-    shard_vocabulary: bool = False
-    limits: BatchLimits = BatchLimits()
-    max_queue: int = 256
-    request_timeout: float = 600.0
-    max_context: int | None = None
-    prompt_cache_dir: str | None = None
-    defaults: dict[str, float] = field(default_factory=dict)
-    chat_template_args: dict[str, Any] = field(default_factory=dict)
-    allowed_origins: tuple[str, ...] = ()
-    api_key: str = field(default="", repr=False)
 
 
 class Clients(Protocol):
@@ -91,8 +44,8 @@ class Clients(Protocol):
     def listening(self) -> AbstractContextManager[None]:
         """They come within."""
 
-    def ready(self, name: str, ranks: int) -> None:
-        """From now on they are served, by the model of that name."""
+    def ready(self, name: str, ranks: int, layout: str) -> None:
+        """From now on they are served, by the model of that name, which the ranks share in that way."""
 
     def interrupt(self) -> None:
         """SIGINT has come."""
@@ -108,8 +61,8 @@ def serve(options: ServeOptions) -> int:
         The exit status: 0 after SIGTERM, 130 after SIGINT.
 
     Raises:
-        InvalidArgument: there is no such model, or it cannot be sharded or batched; the draft model has other tokens;
-            the address cannot be listened at. On all ranks.
+        InvalidArgument: there is no such model, or it cannot be sharded as asked, or batched; the draft model has other
+            tokens; the address cannot be listened at. On all ranks.
         PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
             has ended all requests with the reason.
     """
@@ -126,54 +79,33 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
     assert own is not None  # the color is not negative
     with agreed(name, group, options):  # the key is not in its repr
-        directory = model_directory(options.model)
-        if options.limits.num_draft_tokens and options.pipeline:
-            raise InvalidArgument("serve: there are no drafts with stages; leave out --pipeline, or the drafts")
-        if options.shard_vocabulary and (options.limits.num_draft_tokens or options.pipeline):
-            raise InvalidArgument("serve: the vocabulary is not sharded with drafts or stages")
-        if options.prompt_cache_dir and (options.draft_model or options.adapters):
-            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or several adapters")
-        context = _context(directory, options.max_context) - options.limits.num_draft_tokens
+        options.check()
+        has_model = group.rank() == 0 or not options.stream_weights
+        directory = model_directory(options.model) if has_model else Path()
+        context = _context(directory, options) if has_model else 0  # rank 0's counts
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
-        adapters = _adapter_names(options, served)
+        adapters = tuple(adapter for adapter, _ in options.adapters)
+        if taken := set(adapters) & set(served):
+            raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key, adapters)
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
         clients = clients_of(frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if clients is None else clients.listening():
-        stages = group.size() if options.pipeline else 1
-        reports: list[LoadReport] = []
-        model, tokenizer = load_sharded(
-            directory,
-            group,
-            pp=stages,
-            adapter_path=[path for _, path in options.adapters] or options.adapter_path,
-            on_report=reports.append,
-        )
-        _report(reports[0], group)
-        if adapters:
-            model = AdaptedModel(model)
-        draft = _load_draft(options, group)
-        if options.shard_vocabulary and group.size() > 1:
-            model = VocabParallelModel(model, group)
+        placement = place(directory, group, options.layout)
+        model, tokenizer = load(options, directory, placement, group)
         with agreed(name, group):
-            if tokenizer is None:
-                raise InvalidArgument(f"{name}: {directory} has no tokenizer")
-            if draft is not None:
-                model = DraftedModel(model, draft[0])
-                if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
-                    raise InvalidArgument(f"{name}: the draft model {options.draft_model} has another tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
         if snapshot is not None:
-            snapshot.load(worker.cache, directory, reports[0].plan, stages)
+            snapshot.load(worker.cache, directory, placement)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             limits = options.limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, clients.log)
             frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
-            clients.ready(served[0], group.size())
+            clients.ready(served[0], group.size(), placement.name)
         try:
             received = _loop(own, worker, scheduler, clients)
         except Exception as error:
@@ -185,17 +117,6 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         if snapshot is not None:
             snapshot.save(worker.cache)
     return received
-
-
-def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | None:
-    """The draft model and its tokenizer. Collective, with one."""
-    if options.draft_model is None:
-        return None
-    if options.shard_draft_model:
-        return load_sharded(options.draft_model, group)
-    alone = group.split(group.rank())
-    assert alone is not None
-    return load_sharded(options.draft_model, alone)
 
 
 def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, clients: Clients | None) -> int:
@@ -254,32 +175,13 @@ def _mlx_lms(options: ServeOptions) -> Namespace:
     return Namespace(num_draft_tokens=0, allowed_origins=origins, chat_template_args=template, **defaults)
 
 
-def _adapter_names(options: ServeOptions, served: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(name for name, _ in options.adapters)
-    if names and options.adapter_path is not None:
-        raise InvalidArgument("serve: --adapter-path is for all requests, --adapter for those that name it; give one")
-    if len(names) > MAX_ADAPTERS:
-        raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
-    for place, name in enumerate(names):
-        if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
-            raise InvalidArgument(
-                f"serve: the name of an adapter has up to 64 letters, digits, '.', '-' and '_', unlike {name!r:.80}"
-            )
-        if name in served or name in names[:place]:
-            raise InvalidArgument(f"serve: {name} is the name of the model or of another adapter")
-    return names
-
-
-def _context(directory: Path, given: int | None) -> int:
+def _context(directory: Path, options: ServeOptions) -> int:
+    """Tokens of a prompt and its answer; drafts go beyond its end."""
     config = load_config(directory)
     found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    return min(given or found or _CONTEXT, MAX_PROMPT)
+    return min(options.max_context or found or _CONTEXT, MAX_PROMPT) - options.limits.num_draft_tokens
 
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
     return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
 
-
-def _report(report: LoadReport, group: Group) -> None:
-    held, total = report.bytes_held / 1e9, report.bytes_total / 1e9
-    say(f"rank {group.rank()} holds {held:.2f} of {total:.2f} GB of weights, loaded in {report.seconds:.1f} s")

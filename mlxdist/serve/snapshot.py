@@ -35,11 +35,11 @@ from mlxdist.base.validation import (
 )
 from mlxdist.nn.sharding.load.blobs import broadcast_blob, gather_blobs
 from mlxdist.nn.sharding.load.weight_checks import fingerprint
-from mlxdist.nn.sharding.plan import Plan
 from mlxdist.runtime.group import Group
 from mlxdist.version import __version__
 
 from .decisions import MAX_PROMPT, SEGMENTS
+from .placement import Placement
 from .prefix_cache import PrefixCache
 from .scheduler import say
 
@@ -91,16 +91,16 @@ class Snapshot:
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
 
-    def load(self, cache: PrefixCache, directory: Path, plan: Plan, stages: int) -> None:
+    def load(self, cache: PrefixCache, directory: Path, placement: Placement) -> None:
         """Puts the sequences that all ranks can read in ``cache``. Collective.
 
         Others are ignored, on all ranks, and rank 0 prints why. So is a snapshot of another model than that in rank 0's
-        ``directory``, of another ``plan`` or number of ``stages``, or by other versions.
+        ``directory``, of another ``placement``, or by other versions.
         """
         model = fingerprint(Checkpoint(directory)).encode() if self._group.rank() == 0 else b""
         self._identity = {
             "model": broadcast_blob(model, self._group).decode(),
-            "plan of shards": hashlib.blake2b(f"{stages} {plan.to_json()}".encode(), digest_size=16).hexdigest(),
+            "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }

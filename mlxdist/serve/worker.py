@@ -57,24 +57,17 @@ class Outcome:
     Attributes:
         cached: of each admitted request, the tokens of its prompt that the prefix cache had.
         prefill: mlx-lm's responses of prompts.
-<<<<<<< HEAD
         tokens: mlx-lm's responses of requests that generate; with drafts a request may have several.
         drafted, accepted: how many drafts the model has computed, and how many of them it would have sampled.
-=======
-        tokens: mlx-lm's responses of requests that generate.
         failed: of requests that have ended without the output that their grammar describes, the reason.
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
     """
 
     cached: dict[int, int] = field(default_factory=dict)
     prefill: list[Any] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
-<<<<<<< HEAD
     drafted: int = 0
     accepted: int = 0
-=======
     failed: dict[int, str] = field(default_factory=dict)
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
 
 
 class Worker:
@@ -90,8 +83,8 @@ class Worker:
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
-<<<<<<< HEAD
         self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         self._sharded = model if isinstance(model, VocabParallelModel) else None
         self._generator = self._new_generator(limits.prefill_step_size)
         self._places = -(-limits.decode_concurrency // self._batches())
@@ -99,26 +92,7 @@ class Worker:
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self._with_logprobs: set[int] = set()  # numbers of requests
-=======
-        self._model, self._tokenizer = model, tokenizer
-        self._grammar_tokenizer = grammar_tokenizer(tokenizer)
-        stage = stage_of(model)
-        stages = 1 if stage is None else stage.stages
-        # In stages each step is one of a batch of several, which have the places together.
-        sizes: dict[str, Any] = {
-            "completion_batch_size": -(-limits.decode_concurrency // stages),
-            "prefill_batch_size": -(-limits.prompt_concurrency // stages),
-            "prefill_step_size": limits.prefill_step_size,
-        }
-        self._generator: Any
-        if stages > 1:
-            self._generator = PipelineBatchGenerator(model, **sizes)
-        else:
-            self._generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()), **sizes)
-        self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
-        self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self._grammars: dict[int, GrammarProcessor] = {}
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -229,28 +203,21 @@ class Worker:
                 kinds.append(kind)
         eos = [(token,) for token in self._tokenizer.eos_token_ids]
         processors = _make_logits_processors(request)
-<<<<<<< HEAD
+        if request.grammar:
+            grammar = request.grammar.decode(errors="replace")
+            self._grammars[request.number] = GrammarProcessor(grammar, self._grammar_tokenizer, len(prompt))
+            processors.append(self._grammars[request.number])  # the last one, which no other can undo
         if self._sharded is None:
             sampler = sampler_of(request, self._tokenizer)
         else:
             sampler = sampler_of(request, self._tokenizer, self._sharded.sampler)
             processors = self._sharded.processors(processors)
-=======
-        if request.grammar:
-            grammar = request.grammar.decode(errors="replace")
-            self._grammars[request.number] = GrammarProcessor(grammar, self._grammar_tokenizer, len(prompt))
-            processors.append(self._grammars[request.number])  # the last one, which no other can undo
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
             caches=[cache or prompt_cache(self._model, request.adapter)],
             all_tokens=[prompt[:cached]],
-<<<<<<< HEAD
             samplers=[sampler],
-=======
-            samplers=[sampler_of(request, self._tokenizer)],
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
             logits_processors=[processors],
             stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
         )
@@ -274,14 +241,11 @@ class Worker:
             if response.finish_reason is not None:
                 self._insert(response.all_tokens, response.prompt_cache, "assistant")
                 del self._kinds[response.uid]
-<<<<<<< HEAD
                 self._with_logprobs.discard(response.uid)
-=======
                 grammar = self._grammars.pop(response.uid, None)
                 has_ended = response.token in self._tokenizer.eos_token_ids
                 if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
                     outcome.failed[response.uid] = reason
->>>>>>> 903ed4296bc6ba0d0a40d77a48f364bd81025582
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch

@@ -15,7 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -129,18 +129,20 @@ class ServerProcess:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | str,
         ranks: int = 1,
         *options: object,
         cwd: Path | None = None,
         restarts: int | None = None,
+        before: Sequence[object] = (),
         **variables: str,
     ) -> None:
-        """With ``restarts`` by `mlxdist launch`."""
+        """With ``restarts``, or words that come ``before`` the command of a rank, by `mlxdist launch`."""
         command = [sys.executable, "-P", "-m", "mlxdist", "serve", model, "--port", 0, *options]
-        command += ["-n", ranks] if ranks > 1 and restarts is None else []
-        if restarts is not None:
-            command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts, "--", *command]
+        if restarts is not None or before:
+            command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts or 0, "--", *before, *command]
+        elif ranks > 1:
+            command += ["-n", ranks]
         self.ranks = ranks
         self.name = uuid.uuid4().hex  # by which its processes are found
         environment = ENVIRONMENT | {"SERVER": self.name}

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.partition import require_counts
 
+from ..sharding.cuts import cuts
 from .stage import stage_of
 
 __all__ = ["PipelineBatchGenerator"]
@@ -46,7 +47,10 @@ class PipelineBatchGenerator:
         require_counts("PipelineBatchGenerator", batches=batches)
         while len(_streams) < batches:
             _streams.append(mx.new_thread_local_stream(mx.default_device()))
-        self._generators = [BatchGenerator(model, stream=stream, **options) for stream in _streams[:batches]]
+        # The sums of ranks that share layers are in one group, whose order two streams would not keep on all of them.
+        shares_layers = any(group.size() > 1 for cut in cuts(model).values() for group in cut.groups)
+        streams = _streams[:1] * batches if shares_layers else _streams[:batches]
+        self._generators = [BatchGenerator(model, stream=stream, **options) for stream in streams]
         self._turn = 0
         self._inserted = 0
         self._places: dict[int, tuple[int, int]] = {}  # of a request: its batch, and its number there

@@ -1,0 +1,64 @@
+"""The model that a server computes with: sharded, and with what the operator adds to it."""
+
+from pathlib import Path
+from typing import Any
+
+from mlx import nn
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.nn.sharding.load import load_sharded
+from mlxdist.runtime.group import Group
+
+from .adapters import AdaptedModel
+from .options import ServeOptions
+from .placement import Placement, show
+from .speculation import DraftedModel
+from .vocabulary import VocabParallelModel
+
+__all__ = ["load"]
+
+
+def load(options: ServeOptions, directory: Path, placement: Placement, group: Group) -> tuple[Any, Any]:
+    """The model, as mlx-lm's generators call it, and its tokenizer. Collective.
+
+    Raises:
+        InvalidArgument: on all ranks, what :func:`load_sharded` raises; there is no tokenizer; the draft model has another
+            one; stages have a draft or a sharded vocabulary.
+    """
+    with agreed("serve", group):
+        if placement.stage_plan is not None and (options.limits.num_draft_tokens or options.shard_vocabulary):
+            raise InvalidArgument("serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages")
+    model: Any
+    model, tokenizer = load_sharded(
+        directory,
+        group,
+        placement.plan,
+        stage_plan=placement.stage_plan,
+        adapter_path=[path for _, path in options.adapters] or options.adapter_path,
+        stream=options.stream_weights,
+        on_report=lambda report: show(placement, report, group),
+    )
+    if options.adapters:
+        model = AdaptedModel(model)
+    draft = _load_draft(options, group)
+    if options.shard_vocabulary and group.size() > 1:
+        model = VocabParallelModel(model, group)
+    with agreed("serve", group):
+        if tokenizer is None:
+            raise InvalidArgument(f"serve: {options.model} has no tokenizer")
+        if draft is not None:
+            model = DraftedModel(model, draft[0])
+            if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
+                raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
+    return model, tokenizer
+
+
+def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | None:
+    if options.draft_model is None:
+        return None
+    if options.shard_draft_model:
+        return load_sharded(options.draft_model, group, stream=options.stream_weights)
+    alone = group.split(group.rank())
+    assert alone is not None  # the color is not negative
+    return load_sharded(options.draft_model, alone)

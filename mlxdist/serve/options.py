@@ -1,0 +1,78 @@
+"""What `mlxdist serve` is given."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxdist.base.errors import InvalidArgument
+
+from .decisions import MAX_ADAPTERS
+from .placement import Layout
+from .worker import BatchLimits
+
+__all__ = ["ServeOptions"]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `mlxdist serve` is given.
+
+    Attributes:
+        model: a directory, or the name of a model that `hf download` has fetched.
+        host, port: where rank 0 listens; port 0 is a free one.
+        layout: which rank holds what of the model.
+        stream_weights: whether only rank 0 has the model, and sends the others what they hold.
+        adapters: names and directories of adapters, of which each request has one or none.
+        adapter_path: a directory of adapters that all requests have; without ``adapters``.
+        draft_model: as ``model``, whose tokenizer it has; None for none.
+        shard_draft_model: whether each rank has a shard of it, instead of all of it.
+        shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
+        limits: of the batch.
+        max_queue: requests that wait; more get 429.
+        request_timeout: seconds of a request, from its arrival.
+        max_context: tokens of a prompt and its answer; None for what the model's config.json says.
+        defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
+        prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
+        chat_template_args: variables of the chat template.
+        allowed_origins: of web pages that may use it; "*" for all.
+        api_key: that clients send; empty for none.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8080
+    layout: Layout = Layout()
+    stream_weights: bool = False
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapter_path: str | None = None
+    draft_model: str | None = None
+    shard_draft_model: bool = False
+    shard_vocabulary: bool = False
+    limits: BatchLimits = BatchLimits()
+    max_queue: int = 256
+    request_timeout: float = 600.0
+    max_context: int | None = None
+    prompt_cache_dir: str | None = None
+    defaults: dict[str, float] = field(default_factory=dict)
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    allowed_origins: tuple[str, ...] = ()
+    api_key: str = field(default="", repr=False)
+
+    def check(self) -> None:
+        """Raises InvalidArgument: options that do not go together."""
+        names = [name for name, _ in self.adapters]
+        if names and self.adapter_path is not None:
+            raise InvalidArgument("serve: --adapter-path is for all requests, --adapter for those that name it; give one")
+        if len(names) > MAX_ADAPTERS:
+            raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
+        for place, name in enumerate(names):
+            if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
+                raise InvalidArgument(
+                    f"serve: the name of an adapter has up to 64 letters, digits, '.', '-' and '_', unlike {name!r:.80}"
+                )
+            if name in names[:place]:
+                raise InvalidArgument(f"serve: {name} is the name of two adapters")
+        if self.shard_vocabulary and self.limits.num_draft_tokens:
+            raise InvalidArgument("serve: the vocabulary is not sharded with drafts")
+        if self.prompt_cache_dir and (self.draft_model or names):
+            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or with --adapter")

@@ -1,0 +1,192 @@
+"""Which rank holds what of the model: as the operator says, or as rank 0 chooses. The other ranks get its plans."""
+
+import json
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx import nn
+from rich.console import Console
+from rich.table import Table
+
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import Checkpoint
+from mlxdist.nn.pipeline import StagePlan, plan_stages
+from mlxdist.nn.rank_checks import agreed, texts
+from mlxdist.nn.sharding.load import LoadReport
+from mlxdist.nn.sharding.load.blobs import broadcast_blob
+from mlxdist.nn.sharding.load.weight_sources import open_model
+from mlxdist.nn.sharding.measured_shares import RankShares, resolve, resolve_stages
+from mlxdist.nn.sharding.plan import Plan, plan_shards
+from mlxdist.nn.sharding.plan.table import size
+from mlxdist.runtime.group import Group
+
+from .scheduler import say
+
+__all__ = ["Layout", "Placement", "place", "show"]
+
+Grid = tuple[int, int, int]  # tp, ep, pp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an operator says about it; rank 0 chooses the rest.
+
+    Attributes:
+        tp, ep: how many ranks share every layer, and the experts.
+        pipeline: whether the ranks that tp and ep leave are stages, which have layers each.
+        rank_shares: of the tp ranks, or of the stages where tp is 1: numbers, "memory" or "compute".
+        plan: a file on rank 0, with what `mlxdist shard --json` prints.
+    """
+
+    tp: int | None = None
+    ep: int | None = None
+    pipeline: bool = False
+    rank_shares: RankShares | None = None
+    plan: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What :func:`load_sharded` needs to know, the same on all ranks.
+
+    Attributes:
+        plan: which rank of a stage holds what of its layers.
+        stage_plan: which stage has which layers; None where there is one.
+        reason: why what comes first was not chosen; empty where there was no choice, or it was.
+    """
+
+    plan: Plan
+    stage_plan: StagePlan | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Such as "tp=2 x pp=2"."""
+        pp = 1 if self.stage_plan is None else self.stage_plan.stages
+        return _name((self.plan.tp, self.plan.ep, pp))
+
+    def describe(self) -> str:
+        """In words, with the reason."""
+        shares = f", rank shares {list(self.plan.rank_shares)}" if self.plan.rank_shares else ""
+        return f"{self.name}{shares}" + (f", since {self.reason}" if self.reason else "")
+
+    def to_json(self) -> str:
+        """All of it."""
+        stages = "" if self.stage_plan is None else self.stage_plan.to_json()
+        return json.dumps([self.plan.to_json(), stages, self.reason])
+
+    @property
+    def most(self) -> float:
+        """The share of the weights on the rank that holds most, where there are only stages or only shards."""
+        if self.stage_plan is not None:
+            return max(map(self.stage_plan.bytes, range(self.stage_plan.stages))) / self.plan.full_bytes
+        return max(map(self.plan.bytes, range(self.plan.ranks))) / self.plan.full_bytes
+
+
+def place(directory: Path, group: Group, layout: Layout) -> Placement:
+    """What rank 0 plans, on all ranks. Collective. Only rank 0 reads ``directory``, and no weights.
+
+    Raises:
+        InvalidArgument: on all ranks, the model cannot be spread like this, or in no way over so many ranks; the file
+            of a plan is none.
+    """
+    document = ""
+    with agreed("serve", group):
+        if group.rank() == 0:
+            model, _, _ = open_model(Checkpoint(directory))
+            document = _planned(model, group.size(), layout).to_json()
+    shards, stages, reason = json.loads(broadcast_blob(document.encode(), group))
+    return Placement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)
+
+
+def show(placement: Placement, report: LoadReport, group: Group) -> None:
+    """Rank 0 prints which rank holds what. Collective: one all_gather."""
+    rows = texts(f"{socket.gethostname()}\n{report.bytes_held}\n{report.seconds:.1f}", group)
+    if group.rank() != 0:
+        return
+    say(f"{size(report.bytes_total)} of weights, {placement.describe()}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "host", "layers", "holds", "share", "loaded in"):
+        table.add_column(name, justify="left" if name in ("host", "layers") else "right")
+    for rank, row in enumerate(rows):
+        host, held, seconds = row.split("\n")
+        stage = placement.stage_plan and placement.stage_plan.layers(rank // placement.plan.ranks)
+        layers = f"{stage[0]} to {stage[-1]}" if stage else "all"
+        share = f"{int(held) / report.bytes_total:.0%}"
+        table.add_row(str(rank), host, layers, size(int(held)), share, f"{seconds} s")
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False).print(table)
+
+
+def _planned(model: nn.Module, ranks: int, layout: Layout) -> Placement:
+    """As it is given. Otherwise tensor parallelism, experts on their ranks, or stages: the first with which the rank
+    that holds most saves half of what equal parts of the weights would save; or else the one that saves most."""
+    if layout.plan is not None:
+        return _of_file(model, ranks, layout)
+    found: list[Placement] = []
+    refused: list[str] = []
+    for grid in (grids := _grids(ranks, layout)):
+        columns, rows = _shares(layout.rank_shares, *grid)
+        tp, ep, pp = grid
+        try:
+            plan = plan_shards(model, tp, ep, rank_shares=columns)
+            if ep > 1 and not any(shard.kind == "experts" for shard in plan.sharded):
+                raise InvalidArgument("the model has no experts that can be on ranks")
+            stage_plan = plan_stages(model, pp, weights=rows) if pp > 1 else None
+        except InvalidArgument as error:
+            if len(grids) == 1:
+                raise InvalidArgument(f"serve: {_name(grid)}: {error}") from error
+            refused.append(f"{_name(grid)}: {error}")
+            continue
+        found.append(Placement(plan, stage_plan, "; ".join(refused)))
+        if len(grids) == 1 or found[-1].most <= (1 + 1 / ranks) / 2:
+            return found[-1]
+        refused.append(f"{_name(grid)}: a rank would hold {found[-1].most:.0%} of the weights")
+    if not found:
+        raise InvalidArgument(f"serve: {ranks} ranks cannot share this model: {'; '.join(refused)}")
+    return min(found, key=lambda each: each.most)
+
+
+def _grids(ranks: int, layout: Layout) -> list[Grid]:
+    """The one that is given, or those to choose from, the best first."""
+    if layout.tp is layout.ep is None and not layout.pipeline:
+        return [(ranks, 1, 1), (1, ranks, 1), (1, 1, ranks)] if ranks > 1 else [(1, 1, 1)]
+    ep = layout.ep or 1
+    tp = layout.tp or (1 if layout.pipeline else max(ranks // ep, 1))
+    pp = max(ranks // (tp * ep), 1) if layout.pipeline else 1
+    if tp * ep * pp != ranks:
+        wrong = "cannot be equal stages of" if layout.pipeline else "are not"
+        more = "" if layout.pipeline else "; with --pipeline those that are left are stages"
+        raise InvalidArgument(f"serve: the {ranks} ranks {wrong} tp={tp} times ep={ep}{more}")
+    return [(tp, ep, pp)]
+
+
+def _shares(given: RankShares | None, tp: int, ep: int, pp: int) -> tuple[RankShares | None, RankShares | None]:
+    """Those of the tp ranks, and those of the stages; None where they are equal."""
+    if given is None and Environment.read().rank_shares_memory:
+        given = "memory"
+    if given is None or isinstance(given, str):
+        shares = resolve("serve", given, tp, ep * pp), resolve_stages("serve", given, pp)
+    else:
+        shares = (None, given) if tp == 1 < pp else (given, None)
+    columns, rows = (each if each is None or len(set(each)) > 1 else None for each in shares)
+    return columns, rows
+
+
+def _of_file(model: nn.Module, ranks: int, layout: Layout) -> Placement:
+    if (layout.tp, layout.ep, layout.rank_shares) != (None, None, None):
+        raise InvalidArgument("serve: the plan has its tp, ep and rank shares; leave out --tp, --ep and --rank-shares")
+    try:
+        plan = Plan.from_json(json.dumps(json.loads(Path(layout.plan or "").read_text())["plan"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(
+            f"serve: --plan must be a file with what `mlxdist shard --json` prints: {type(error).__name__}: {error}"
+        ) from error
+    stages = ranks // plan.ranks if layout.pipeline else 1
+    return Placement(plan, plan_stages(model, stages) if stages > 1 else None)
+
+
+def _name(grid: Grid) -> str:
+    return " x ".join(f"{name}={number}" for name, number in zip(("tp", "ep", "pp"), grid) if number > 1) or "one rank"
