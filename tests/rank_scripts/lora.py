@@ -183,6 +183,9 @@ def several() -> None:
             close(join(both(mine)), whole(x), f"{what}, without")
             with adapters_of_rows([0, 3, 0, 3]):
                 assert mx.array_equal(both(mine), layer(mine)), f"{what}: an adapter that is not on the layer"
+            for wrong in ([0, 1, 2, 4], [0, 1, -1, 0], [0, 1, 2]):
+                with adapters_of_rows(wrong):
+                    refuses({"adapters_of_rows: a batch of shape (4, 3, ": lambda: both(mine)})
 
 
 def refused() -> None:

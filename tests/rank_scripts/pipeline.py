@@ -21,6 +21,7 @@ from mlxdist.nn import PipelineBatchGenerator, load_sharded, pipeline_parallel, 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
+from serving import save_adapters
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -211,6 +212,7 @@ def loading(directory, tp):
             folder.mkdir()
             save_model(folder, full)
             save_config(tiny_models.config_of(name), folder / "config.json")
+            save_adapters(folder / "adapters", folder, seed=1, keys=["self_attn.q_proj", "mlp.down_proj"])
         group.meet()
         expected, _ = logits(full, PROMPT)
         for options in ({}, {"stream": True}, {"stage_plan": plan_stages(full, stages, weights=range(1, stages + 1))}):
@@ -225,10 +227,9 @@ def loading(directory, tp):
             # What is sharded in a stage is compared between its ranks, by some more bytes.
             assert streamed or tp > 1 or report.bytes_read == report.bytes_held
             assert [model.stage.index, model.stage.stages] == [rank // tp, stages]
+        load_sharded(folder, group, tp=tp, pp=stages, verify=True, adapter_path=folder / "adapters")
     with pytest.raises(mlxdist.InvalidArgument, match=f"the {size} ranks of the group are no pp=5 equal stages"):
         load_sharded(folder, group, pp=5)
-    with pytest.raises(mlxdist.InvalidArgument, match="adapters cannot be loaded with stages"):
-        load_sharded(folder, group, tp=tp, pp=stages, adapter_path=folder)
 
 
 def bad_input():

@@ -11,6 +11,7 @@ from serving import PLAIN
 from mlxdist import InvalidArgument
 from mlxdist.serve.decisions import (
     FRAME,
+    MAX_ADAPTERS,
     MAX_ADMISSIONS,
     MAX_BIASES,
     MAX_CANCELS,
@@ -36,7 +37,8 @@ def admissions(draw):
     prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
     stop = draw(st.lists(st.lists(UINT32, min_size=1, max_size=4), max_size=3))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
-    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop)
+    adapter = draw(st.integers(0, MAX_ADAPTERS))
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, adapter)
 
 
 DECISIONS = st.builds(

@@ -11,11 +11,14 @@ from contextvars import ContextVar
 import mlx.core as mx
 from mlx import nn
 
+from mlxdist.base.errors import InvalidArgument
+
 from .lora import ShardedLinear
 
 __all__ = ["MultiLoRALinear", "adapters_of_rows"]
 
-_of_rows: ContextVar[mx.array | None] = ContextVar("adapters of rows", default=None)
+# What was given, and on the device; None: no row has an adapter.
+_of_rows: ContextVar[tuple[Sequence[int], mx.array] | None] = ContextVar("adapters of rows", default=None)
 
 
 @contextmanager
@@ -26,8 +29,11 @@ def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
 
     Args:
         adapters: one number for each row of the batch: 0 for no adapter, 1 for the first of the list.
+
+    Raises:
+        InvalidArgument: where the model is called: there is no adapter with that number, or another number of rows.
     """
-    before = _of_rows.set(mx.array(list(adapters), mx.uint32) if any(adapters) else None)
+    before = _of_rows.set((adapters, mx.array(list(adapters))) if any(adapters) else None)
     try:
         yield
     finally:
@@ -66,9 +72,15 @@ class MultiLoRALinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        linear, rows = self.linear, _of_rows.get()
-        if rows is None:
+        linear, given = self.linear, _of_rows.get()
+        if given is None:
             return linear(x)
+        adapters, rows = given
+        if x.shape[0] % len(adapters) or not 0 <= min(adapters) <= max(adapters) < len(self["lora_a"]):
+            raise InvalidArgument(
+                f"adapters_of_rows: a batch of shape {x.shape} with {len(self['lora_a']) - 1} adapters cannot have "
+                f"{str(list(adapters)):.100}"
+            )
         if not isinstance(linear, ShardedLinear):
             return linear(x) + self._adapted(x, rows)
         x = linear.enter(x)
