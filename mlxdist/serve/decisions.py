@@ -105,7 +105,9 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases, grammar = _REQUEST.unpack(reader.take(_REQUEST.size))
+        number, most, seed, *parameters, prompt, segments, stops, biases, grammar = _REQUEST.unpack(
+            reader.take(_REQUEST.size)
+        )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
