@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm import load, stream_generate
 from mlx_lm.server import _make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from serving import PLAIN, VOCABULARY, ServerProcess, save_model_folder
+from serving import PLAIN, TEMPLATE, VOCABULARY, ServerProcess, save_model_folder
 from transformers import PreTrainedTokenizerFast
 
 from mlxdist.serve.grammar import GrammarProcessor, after_thinking, grammar_of, grammar_tokenizer
@@ -283,6 +283,30 @@ def test_the_answer_of_a_model_that_thinks_comes_after_its_thoughts(folder, stat
     assert allowed(begin + "thoughts</think>") == {"x"}
     assert allowed(begin + "thoughts</think>x") == {"x", "y"}
     assert allowed(begin + "thoughts</think>xy") == {"<|end|>"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("begun", [False, True])
+def test_chats_with_a_model_that_thinks(tmp_path, begun):
+    """With a template that begins the thoughts, and one that does not: they are no part of the content."""
+    folder = save_model_folder(tmp_path / "thinks", vocab_size=VOCABULARY + 2)
+    inner = PreTrainedTokenizerFast.from_pretrained(folder)
+    inner.add_tokens(["<think>", "</think>"])
+    inner.chat_template = TEMPLATE + "<think>" * begun
+    inner.save_pretrained(folder)
+    thinks = {"logit_bias": {str(VOCABULARY): 50, str(VOCABULARY + 1): 3}}
+    with ServerProcess(folder, 2) as server:
+        for form, is_one in (
+            ({"structured_outputs": {"regex": REGEXES[2]}}, lambda text: re.fullmatch(REGEXES[2], text)),
+            (
+                {"response_format": schema_format(SCHEMAS["record"])},
+                lambda text: fits(SCHEMAS["record"], json.loads(text)),
+            ),
+        ):
+            body = {"messages": [{"role": "user", "content": "hello"}]} | SAMPLED | thinks | form
+            (choice,) = server.ask(body, CHAT)["choices"]
+            assert choice["finish_reason"] == "stop" and is_one(choice["message"]["content"])
+            assert choice["message"]["reasoning"]
 
 
 def test_models_whose_answers_have_parts_are_refused(tokenizer):
