@@ -8,6 +8,7 @@ scheduler.py     rank 0: the queue, who is admitted, who has left or is late
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 sampling.py      mlx-lm's samplers, each with the random state of its request
+grammar.py       structured output: which tokens may follow, by llguidance
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
 limits.py        what a request may ask for

@@ -25,17 +25,14 @@ __all__ = ["GrammarProcessor", "after_thinking", "grammar_of", "grammar_tokenize
 
 _MAX_SIZE = 1 << 16  # bytes of a grammar as a client sends it
 _SECONDS = 1  # of CPU time to compile it; a schema of 1,000 properties takes 0.1
-_BYTES = 2 << 30  # of address space for that
 _MAX_STATES = 20_000  # of a lexer, with 1 to 2 kB each; llguidance would take 250,000
 # llama.cpp's: room for any style of indentation, and not for a model that writes spaces without end.
 _WHITESPACE: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-_TYPES = "response_format must have the type text, json_object or json_schema"
-# Intersections of patterns can take llguidance hours, in a call that nothing ends: hence a process, which limits do.
+# The time for an intersection of patterns has no bound, and nothing ends llguidance's call: hence a process with a limit.
 _COMPILE = f"""
 import resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 resource.setrlimit(resource.RLIMIT_CPU, ({_SECONDS}, {_SECONDS}))
-resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
 grammar = sys.stdin.buffer.read().decode()
 limits = LLParserLimits(max_lexer_states={_MAX_STATES}, verbose_errors=False)
 matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
@@ -49,7 +46,7 @@ def grammar_of(body: Mapping[str, Any]) -> str:
     """llguidance's grammar for OpenAI's ``response_format`` or vLLM's ``structured_outputs``; empty if there is none.
 
     Raises:
-        Refusal: the field is not of its form; the grammar is too large, or llguidance cannot compile it.
+        Refusal: the field is not of its form; the grammar is too large, or llguidance cannot compile it, or not now.
     """
     schema, regex = _schema_of(body.get("response_format")), _regex_of(body.get("structured_outputs"))
     if schema is None and regex is None:
@@ -160,11 +157,13 @@ class GrammarProcessor:
 
 def _schema_of(given: Any) -> Any:
     """Of ``response_format``, or None."""
-    kind = given.get("type") if isinstance(given, dict) else given
-    if given is None or kind == "text":
+    if given is None:
         return None
-    if not isinstance(given, dict) or kind not in ("json_object", "json_schema"):
-        raise Refusal(_TYPES)
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise Refusal("response_format must have the type text, json_object or json_schema")
+    if kind == "text":
+        return None
     if kind == "json_object":
         return {"type": "object"}
     inner = given.get("json_schema")
@@ -189,7 +188,7 @@ def _compile(grammar: str) -> str:
         try:
             done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=30)
         except subprocess.TimeoutExpired:
-            return "it takes too long"
+            raise Refusal("this machine is too busy to compile the grammar", 503) from None  # which is not kept
     return _sentence(done.stdout.decode()) if done.returncode == 0 else "it takes too much time or memory"
 
 

@@ -181,6 +181,7 @@ PATTERNS = [{"type": "string", "pattern": f"(a|b)*c{{{i}}}"} for i in range(60)]
 COMPILES = "the grammar cannot be compiled: "
 BAD = {
     "no object": ({"response_format": 5}, "response_format must have the type text, json_object or json_schema"),
+    "text": ({"response_format": "text"}, "response_format must have the type text"),
     "type": ({"response_format": {"type": "xml"}}, "response_format must have the type text"),
     "type: list": ({"response_format": {"type": ["text"]}}, "response_format must have the type text"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format must have json_schema, an object"),
