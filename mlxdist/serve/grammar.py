@@ -28,7 +28,7 @@ _SECONDS = 1  # of CPU time to compile it; a schema of 1,000 properties takes 0.
 _MAX_STATES = 20_000  # of a lexer, with 1 to 2 kB each; llguidance would take 250,000
 # llama.cpp's: room for any style of indentation, and not for a model that writes spaces without end.
 _WHITESPACE: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-# The time for an intersection of patterns has no bound, and nothing ends llguidance's call: hence a process with a limit.
+# An intersection of patterns can take any time, and nothing ends llguidance's call: hence a process, with a limit.
 _COMPILE = f"""
 import resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
