@@ -11,6 +11,7 @@ prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the s
 adapters.py      which adapter each row of a batch has
 snapshot.py      the prefix cache on disk, from one run to the next
 sampling.py      mlx-lm's samplers, each with the random state of its request
+grammar.py       structured output: which tokens may follow, by llguidance
 vocabulary.py    the output layer sharded over the vocabulary, and samples from its shards
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics

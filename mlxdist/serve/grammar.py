@@ -1,7 +1,7 @@
 """Structured output: answers that a JSON schema or a regular expression describes, through llguidance.
 
-Rank 0 compiles what a client sends before it is admitted; every rank then masks the logits of that request alone. A mask
-comes from the grammar and the tokens, so that it is the same on all ranks.
+Rank 0 compiles what a client sends before it is admitted; every rank then masks the logits of that request alone. A
+mask comes from the grammar and the tokens, so that it is the same on all ranks.
 """
 
 import json
@@ -25,20 +25,17 @@ __all__ = ["GrammarProcessor", "after_thinking", "grammar_of", "grammar_tokenize
 
 _MAX_SIZE = 1 << 16  # bytes of a grammar as a client sends it
 _SECONDS = 1  # of CPU time to compile it; a schema of 1,000 properties takes 0.1
-_BYTES = 2 << 30  # of address space for that
-# By default a lexer may have 250,000 states of 1 to 2 kB, and an error shows the whole grammar.
-_LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
+_MAX_STATES = 20_000  # of a lexer, with 1 to 2 kB each; llguidance would take 250,000
 # llama.cpp's: room for any style of indentation, and not for a model that writes spaces without end.
-_WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-_TYPES = "response_format must have the type text, json_object or json_schema"
-# Intersections of patterns can take llguidance hours, in a call that nothing ends: hence a process, which limits do.
+_WHITESPACE: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+# An intersection of patterns can take any time, and nothing ends llguidance's call: hence a process, with a limit.
 _COMPILE = f"""
 import resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 resource.setrlimit(resource.RLIMIT_CPU, ({_SECONDS}, {_SECONDS}))
-resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
 grammar = sys.stdin.buffer.read().decode()
-matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**{_LIMITS}))
+limits = LLParserLimits(max_lexer_states={_MAX_STATES}, verbose_errors=False)
+matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
 matcher.compute_bitmask()
 sys.stdout.buffer.write(matcher.get_error().encode())
 """
@@ -49,7 +46,7 @@ def grammar_of(body: Mapping[str, Any]) -> str:
     """llguidance's grammar for OpenAI's ``response_format`` or vLLM's ``structured_outputs``; empty if there is none.
 
     Raises:
-        Refusal: the field is not of its form; the grammar is too large, or llguidance cannot compile it.
+        Refusal: the field is not of its form; the grammar is too large, or llguidance cannot compile it, or not now.
     """
     schema, regex = _schema_of(body.get("response_format")), _regex_of(body.get("structured_outputs"))
     if schema is None and regex is None:
@@ -57,15 +54,15 @@ def grammar_of(body: Mapping[str, Any]) -> str:
     if schema is not None and regex is not None:
         raise Refusal("response_format and structured_outputs exclude each other")
     if body.get("tools"):
-        raise Refusal("a request with tools cannot have response_format or structured_outputs: they are for all its text")
+        raise Refusal("a request with tools cannot have response_format, which is for all its text")
     try:
         if regex is not None:
             grammar = LLMatcher.grammar_from_regex(regex)
         else:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), defaults=_WHITESPACE)
         size = len(grammar.encode())
-    except UnicodeEncodeError:
-        raise Refusal("the grammar has half a surrogate pair") from None
+    except ValueError:  # all else that Python's JSON has and llguidance's does not
+        raise Refusal("the grammar has half a surrogate pair, or a number that is not finite") from None
     if size > _MAX_SIZE:
         raise Refusal(f"the grammar has {size} bytes, and at most {_MAX_SIZE} are served")
     if error := _compile(grammar):
@@ -123,7 +120,7 @@ class GrammarProcessor:
         self._begin()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        answer = tokens[self._prompt :]
+        answer: Any = tokens[self._prompt :]
         mx.async_eval(answer)
         mx.async_eval(logits)  # the model computes them while the matcher looks for the tokens that may follow
         self._follow(answer.tolist())
@@ -142,7 +139,7 @@ class GrammarProcessor:
         return "" if is_one else self._error or "the answer ended too early"
 
     def _begin(self) -> None:
-        limits = LLParserLimits(**_LIMITS)
+        limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
         self._matcher = LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=limits)
         self._read: list[int] = []
 
@@ -160,11 +157,13 @@ class GrammarProcessor:
 
 def _schema_of(given: Any) -> Any:
     """Of ``response_format``, or None."""
-    kind = given.get("type") if isinstance(given, dict) else given
-    if given is None or kind == "text":
+    if given is None:
         return None
-    if not isinstance(given, dict) or kind not in ("json_object", "json_schema"):
-        raise Refusal(_TYPES)
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise Refusal("response_format must have the type text, json_object or json_schema")
+    if kind == "text":
+        return None
     if kind == "json_object":
         return {"type": "object"}
     inner = given.get("json_schema")
@@ -189,10 +188,10 @@ def _compile(grammar: str) -> str:
         try:
             done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=30)
         except subprocess.TimeoutExpired:
-            return "it takes too long"
+            raise Refusal("this machine is too busy to compile the grammar", 503) from None  # which is not kept
     return _sentence(done.stdout.decode()) if done.returncode == 0 else "it takes too much time or memory"
 
 
 def _sentence(error: str) -> str:
     """Of llguidance, which points at the error in lines below it."""
-    return " ".join(error.split())[:500]
+    return " ".join(error.replace("<non-verbose/>", "").split())[:500]

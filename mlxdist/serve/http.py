@@ -47,6 +47,7 @@ class Handler(APIHandler):
         self._streams = False  # the answer, whose headers are sent
         self._priority = 0
         self._grammar = ""
+        self._unsent: list[Response] = []  # tokens that no part of a stream has had
         generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=self._generate)
         super().__init__(generator, *arguments, **keywords)
 
@@ -113,12 +114,29 @@ class Handler(APIHandler):
         super()._set_stream_headers(status_code)
         self._streams = True
 
+    def _noted(self, answer: Iterator[Response]) -> Iterator[Response]:
+        for response in answer:
+            self._unsent.append(response)
+            yield response
+
+    def generate_response(self, *arguments: Any, **keywords: Any) -> dict:
+        """mlx-lm's; a part of a stream has the logprobs of its tokens, too, as the whole answer has those of all."""
+        if self.stream:
+            keywords["tokens"] = [response.token for response in self._unsent]
+            if self.logprobs:
+                keywords["token_logprobs"] = [response.logprob for response in self._unsent]
+            if self.top_logprobs > 0:
+                keywords["top_tokens"] = [response.top_tokens for response in self._unsent]
+            self._unsent.clear()
+        return super().generate_response(*arguments, **keywords)
+
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the scheduler logs requests."""
 
     def _generate(self, *arguments: Any, **keywords: Any) -> tuple[GenerationContext, Iterator[Response]]:
         keywords |= {"is_connected": self._is_connected, "priority": self._priority, "grammar": self._grammar}
-        return self._frontend.generate(*arguments, **keywords)
+        context, answer = self._frontend.generate(*arguments, **keywords)
+        return context, self._noted(answer)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._streams:  # the headers are sent

@@ -204,6 +204,7 @@ class Worker:
         eos = [(token,) for token in self._tokenizer.eos_token_ids]
         processors = _make_logits_processors(request)
         if request.grammar:
+            assert self._grammar_tokenizer is not None  # rank 0 has admitted it
             grammar = request.grammar.decode(errors="replace")
             self._grammars[request.number] = GrammarProcessor(grammar, self._grammar_tokenizer, len(prompt))
             processors.append(self._grammars[request.number])  # the last one, which no other can undo

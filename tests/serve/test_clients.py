@@ -46,6 +46,12 @@ def test_the_openai_package(server):
         with client.chat.completions.create(**asked, stream=True) as stream:
             parts = [part.choices[0].delta.content or "" for part in stream]
         assert "".join(parts) == (answer.choices[0].message.content or "")
+        known = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        with client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True) as stream:
+            choices = [part.choices[0] for part in stream]
+        streamed = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        tokens = lambda entries: [(entry.token, [top.token for top in entry.top_logprobs]) for entry in entries]
+        assert len(known) > 0 and tokens(streamed) == tokens(known)
         text = client.completions.create(model="tiny", prompt="hello", max_tokens=5, stop=["z"])
         assert text.choices[0].finish_reason in ("length", "stop")
         with pytest.raises(openai.BadRequestError, match="temperature must be from 0 to 100"):

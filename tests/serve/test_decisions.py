@@ -15,6 +15,7 @@ from mlxdist.serve.decisions import (
     MAX_ADMISSIONS,
     MAX_BIASES,
     MAX_CANCELS,
+    MAX_GRAMMAR,
     MAX_STOP_TOKENS,
     MAX_STOPS,
     ROOM,
@@ -37,8 +38,8 @@ def admissions(draw):
     prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
     stop = draw(st.lists(st.lists(UINT32, min_size=1, max_size=4), max_size=3))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
-    adapter = draw(st.integers(0, MAX_ADAPTERS))
-    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, adapter)
+    more = draw(st.booleans()), draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, *more)
 
 
 DECISIONS = st.builds(
@@ -80,6 +81,7 @@ def test_the_largest_message_fits_in_what_is_announced():
         segments=[("system", 1), ("user", 1), ("assistant", 1)],
         stop=[[1] * (MAX_STOP_TOKENS // MAX_STOPS)] * MAX_STOPS,
         logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
+        grammar=b"x" * MAX_GRAMMAR,
     )
     decisions = Decisions(0, cancel=range(MAX_CANCELS), admit=[most] * MAX_ADMISSIONS)
     message = decisions.encode(FRAME + MAX_ADMISSIONS * most.brought)
@@ -99,11 +101,12 @@ def test_the_largest_message_fits_in_what_is_announced():
         {"stop": [[1] * (MAX_STOP_TOKENS + 1)]},
         {"logits": replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))},
         {"logits": replace(PLAIN.logits, logit_bias={1: float("inf")})},
+        {"grammar": b"x" * (MAX_GRAMMAR + 1)},
         {"sampling": replace(PLAIN.sampling, temperature=float("nan"))},
     ],
     ids=lambda wrong: str(wrong)[:40],
 )
 def test_requests_beyond_the_limits_are_refused(wrong):
-    message = Decisions(0, admit=[replace(PLAIN, **wrong)]).encode(1 << 16)
+    message = Decisions(0, admit=[replace(PLAIN, **wrong)]).encode(1 << 18)
     with pytest.raises(InvalidArgument, match="rank 0 sent no message of decisions: "):
         Decisions.decode(message)

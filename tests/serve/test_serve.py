@@ -15,6 +15,7 @@ from serving import CONTEXT, PLAIN, VOCABULARY, ServerProcess, post, random_requ
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"logit_bias": {"256": -100}}  # the token that ends an answer
+HELLO = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,21 @@ def test_chat_with_a_system_prompt_and_logprobs(server):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len("be brief")
 
 
+@pytest.mark.parametrize("path, asked", [(TEXT, {"prompt": "x"}), (CHAT, {"messages": [HELLO]})])
+@pytest.mark.parametrize("logprobs", [{"logprobs": True}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}])
+def test_the_parts_of_a_stream_have_the_logprobs_of_their_tokens(server, path, asked, logprobs):
+    """Those of the whole answer, each once; also of tokens that are a part of a character, or end the answer."""
+    body = asked | logprobs | {"max_tokens": 40, "temperature": 1.0, "seed": 11}
+    whole = server.ask(body, path)["choices"][0]["logprobs"]["content"]
+    parts = [json.loads(event)["choices"][0] for event in server.stream(body, path)[:-1]]
+    for entry in whole:
+        entry["logprob"] = pytest.approx(entry["logprob"], abs=1e-3)
+        for other in entry.get("top_logprobs", []):
+            other["logprob"] = pytest.approx(other["logprob"], abs=1e-3)
+    assert [entry for part in parts for entry in part.get("logprobs", {}).get("content", [])] == whole
+    assert len(whole) > len(parts) > 5 and "logprobs" in parts[0]
+
+
 def test_stop_words_end_an_answer_and_are_no_part_of_it(server):
     body = {"prompt": "stop words", "max_tokens": 40, "temperature": 1.0, "seed": 5} | ENDLESS
     full = server.text(**body)
@@ -164,7 +180,6 @@ BAD = {
     "adapters": ({"adapters": "/etc/passwd"}, 404, "the model is served with no adapter"),
     "draft_model": ({"draft_model": "/tmp"}, 400, "draft_model is not served here"),
     "n": ({"n": 2}, 400, "n is not served here"),
-    "response_format": ({"response_format": {"type": "json_object"}}, 400, "response_format is not served here"),
     "prompt: list": ({"prompt": ["x"]}, 400, "prompt must be a string"),
     "prompt: none": (b"{}", 400, "prompt must be a string"),
     "prompt: empty": ({"prompt": ""}, 400, "the prompt is empty"),
@@ -178,7 +193,6 @@ BAD = {
     "long number": (b'{"seed": ' + b"9" * 5000 + b"}", 400, "Invalid JSON in request body"),
     "large": (b" " * ((8 << 20) + 1), 413, "the body must have at most 8388608 bytes"),
 }  # fmt: skip
-HELLO = {"role": "user", "content": "hello"}
 BAD_CHATS = {
     "messages: none": ({"max_tokens": 1}, 400, "messages must be a list of 1"),
     "messages: empty": ({"messages": []}, 400, "messages must be a list of 1"),

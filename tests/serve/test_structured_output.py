@@ -3,13 +3,17 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import mlx.core as mx
 import openai
 import pytest
-from mlx_lm import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import load, stream_generate
+from mlx_lm.server import _make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from serving import PLAIN, VOCABULARY, ServerProcess, save_model_folder
+from serving import PLAIN, TEMPLATE, VOCABULARY, ServerProcess, save_model_folder
 from transformers import PreTrainedTokenizerFast
 
 from mlxdist.serve.grammar import GrammarProcessor, after_thinking, grammar_of, grammar_tokenizer
@@ -84,8 +88,7 @@ def tokenizer(folder):
 
 
 @pytest.fixture(
-    scope="module",
-    params=["2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1", "3", "2 stages"))],
+    scope="module", params=["2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1", "3", "2 stages"))]
 )
 def server(request, folder):
     ranks, *stages = request.param.split()
@@ -94,15 +97,41 @@ def server(request, folder):
         assert server.stop() == 0, "".join(server.lines)
 
 
-def test_what_a_random_model_samples_is_of_its_schema_or_expression(server):
+SAMPLED = {"max_tokens": 400, "temperature": 1.0, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """A function: what mlx-lm answers on one process to a request of /v1/completions, with the processor."""
+    model, tokenizer = load(str(folder))
+
+    def text(body):
+        prompt = tokenizer.encode(body["prompt"])
+        grammar = GrammarProcessor(grammar_of(body), grammar_tokenizer(tokenizer), len(prompt))
+        mx.random.seed(body["seed"])
+        request = replace(PLAIN, sampling=replace(PLAIN.sampling, temperature=body["temperature"]))
+        made = stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=body["max_tokens"],
+            sampler=_make_sampler(request, tokenizer),
+            logits_processors=[grammar],
+        )
+        return "".join(response.text for response in made)
+
+    return text
+
+
+def test_what_a_random_model_samples_is_of_its_schema_or_expression(server, expected):
     """All at once, with requests that are free; these have the tokens that they have alone."""
-    sampled = {"max_tokens": 400, "temperature": 1.0, "seed": 7}
     bodies = [{"prompt": name, "response_format": schema_format(schema)} for name, schema in SCHEMAS.items()]
     bodies += [{"prompt": "expression", "structured_outputs": {"regex": regex}} for regex in REGEXES]
-    free = [{"prompt": f"free {number}", "max_tokens": 60} for number in range(3)]
-    alone = [server.text(**sampled | body) for body in free]
+    bodies = [SAMPLED | body for body in bodies]
+    free = [SAMPLED | {"prompt": f"free {number}", "max_tokens": 60} for number in range(3)]
+    alone = [server.text(**body) for body in free]
     with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(lambda body: server.ask(sampled | body), bodies + free))
+        answers = list(threads.map(server.ask, bodies + free))
     texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts[len(bodies) :] == alone
     for schema, text in zip(SCHEMAS.values(), texts):
@@ -110,3 +139,177 @@ def test_what_a_random_model_samples_is_of_its_schema_or_expression(server):
     for regex, text in zip(REGEXES, texts[len(SCHEMAS) :]):
         assert re.fullmatch(regex, text), (regex, text)
     assert {answer["choices"][0]["finish_reason"] for answer in answers[: len(bodies)]} == {"stop"}
+    assert texts[: len(bodies)] == list(map(expected, bodies))
+
+
+def test_the_openai_package_asks_for_objects(server):
+    """Chats, whole and streamed: of a schema, of any object, and text."""
+    client = openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]} | SAMPLED
+    with client:
+        for form, schema in ((schema_format(SCHEMAS["record"]), SCHEMAS["record"]), ({"type": "json_object"}, None)):
+            answer = client.chat.completions.create(**asked, response_format=form).choices[0]
+            with client.chat.completions.create(**asked, response_format=form, stream=True) as stream:
+                parts = [part.choices[0].delta.content or "" for part in stream]
+            assert "".join(parts) == answer.message.content
+            if schema is not None:
+                assert fits(schema, json.loads(answer.message.content))
+            elif answer.finish_reason == "stop":
+                assert isinstance(json.loads(answer.message.content), dict)
+        short = asked | {"max_tokens": 20}
+        texts = [client.chat.completions.create(**short, response_format={"type": "text"}), server.ask(short, CHAT)]
+        assert texts[0].choices[0].message.content == texts[1]["choices"][0]["message"]["content"]
+
+
+# It compiles; then, within "b", there are more properties than llguidance follows at a time.
+FAILS = record(a={"const": 1}, b={"type": "object", "properties": {f"p{i}": DIGIT for i in range(700)}})
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(server):
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(server.text, "other", 200, logit_bias={str(END): -100})
+        status, answer, _ = server.request(SAMPLED | {"prompt": "x", "response_format": schema_format(FAILS)})
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert answer["error"]["message"].startswith("the grammar of the request has failed: Parser Error: Current row")
+        event = server.stream(SAMPLED | {"prompt": "x", "response_format": schema_format(FAILS)})[-1]
+        assert json.loads(event) == answer
+        assert len(other.result()) > 100
+    assert server.metrics()['requests_total{outcome="error"}'] == 2
+
+
+PATTERNS = [{"type": "string", "pattern": f"(a|b)*c{{{i}}}"} for i in range(60)]
+COMPILES = "the grammar cannot be compiled: "
+BAD = {
+    "no object": ({"response_format": 5}, "response_format must have the type text, json_object or json_schema"),
+    "text": ({"response_format": "text"}, "response_format must have the type text"),
+    "type": ({"response_format": {"type": "xml"}}, "response_format must have the type text"),
+    "type: list": ({"response_format": {"type": ["text"]}}, "response_format must have the type text"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format must have json_schema, an object"),
+    "schema: list": ({"response_format": schema_format([])}, "response_format must have json_schema, an object"),
+    "no JSON type": ({"response_format": schema_format({"type": "word"})}, COMPILES + "Invalid type: word"),
+    "file": ({"response_format": schema_format({"$ref": "file:///etc/passwd"})}, COMPILES + "Resource 'file:///etc"),
+    "not": ({"response_format": schema_format({"not": {}})}, COMPILES + 'Unimplemented keys: ["not"]'),
+    "large": ({"response_format": schema_format({"const": "x" * (1 << 16)})}, "and at most 65536 are served"),
+    "endless": ({"response_format": schema_format({"allOf": PATTERNS})}, COMPILES + "it takes too"),
+    "infinity": ({"response_format": schema_format({"const": float("inf")})}, "or a number that is not finite"),
+    "surrogate": ({"response_format": schema_format({"const": "\ud800"})}, "the grammar has half a surrogate pair"),
+    "regex: none": ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs must be"),
+    "regex: number": ({"structured_outputs": {"regex": 5}}, "structured_outputs must be"),
+    "regex: open": ({"structured_outputs": {"regex": "("}}, "error: unclosed group"),
+    "regex: look-ahead": ({"structured_outputs": {"regex": "(?=a)b"}}, "look-ahead and look-behind, is not supported"),
+    "regex: nothing": ({"structured_outputs": {"regex": r"a[^\s\S]b"}}, COMPILES + "NoExtension"),
+    "regex: deep": ({"structured_outputs": {"regex": "(" * 9999 + "a" + ")" * 9999}}, COMPILES),
+    "regex: surrogate": ({"structured_outputs": {"regex": "\udfff"}}, "the grammar has half a surrogate pair"),
+    "both": (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "response_format and structured_outputs exclude each other",
+    ),
+    "tools": (
+        {"response_format": {"type": "json_object"}, "tools": [{"type": "function"}]},
+        "a request with tools cannot have response_format",
+    ),
+}  # fmt: skip
+
+
+def test_grammars_that_are_refused_change_nothing(server):
+    before = server.metrics()
+    for name, (body, words) in BAD.items():
+        status, answer, _ = server.request({"prompt": "x", "max_tokens": 2} | body)
+        assert (status, words in answer["error"]["message"]) == (400, True), (name, status, answer)
+        assert len(answer["error"]["message"]) < 600 and "\n" not in answer["error"]["message"], name
+    deep = {"type": "array"}
+    for _ in range(40):
+        deep = {"type": "array", "items": deep}
+    assert server.request({"prompt": "x", "response_format": schema_format(deep)})[0] == 400
+    assert server.metrics()["prompt_tokens_total"] == before["prompt_tokens_total"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_mask_is_that_of_the_context_whatever_was_asked_before(tokenizer, data):
+    """Contexts that grow, shrink, change, and have tokens that the grammar refuses, as drafts do."""
+    grammar = grammar_of({"structured_outputs": {"regex": r"(ab|ac)*d"}})
+    mask = lambda processor, context: processor(mx.array([1, 2, *context]), mx.zeros((1, VOCABULARY))).tolist()
+    new = lambda: GrammarProcessor(grammar, grammar_tokenizer(tokenizer), 2)
+    processor, context = new(), []
+    letters = tokenizer.encode("abcd") + [END]
+    for _ in range(data.draw(st.integers(1, 8))):
+        kept = data.draw(st.integers(0, len(context)))
+        context = context[:kept] + data.draw(st.lists(st.sampled_from(letters), max_size=4))
+        assert mask(processor, context) == mask(new(), context)
+
+
+def test_a_matcher_that_has_failed_serves_other_contexts(tokenizer):
+    grammar = grammar_of({"response_format": schema_format(FAILS)})
+    allowed = lambda text: [
+        token
+        for token, value in enumerate(
+            processor(mx.array([5, *tokenizer.encode(text)]), mx.zeros((1, VOCABULARY)))[0].tolist()
+        )
+        if value == 0
+    ]
+    processor = GrammarProcessor(grammar, grammar_tokenizer(tokenizer), 1)
+    failing = '{"a":1,"b":{'
+    assert allowed(failing) == [END]
+    assert allowed('{"a":') == sorted(tokenizer.encode("1\n "))
+    assert processor.failure([5, *tokenizer.encode(failing), END]).startswith("Parser Error: Current row")
+    assert allowed('{"a":1') == sorted(tokenizer.encode(",\n "))
+
+
+def test_logits_beyond_the_tokenizer_are_never_allowed(tokenizer):
+    processor = GrammarProcessor(grammar_of({"structured_outputs": {"regex": "a*"}}), grammar_tokenizer(tokenizer), 1)
+    for dtype in (mx.float32, mx.bfloat16):
+        masked = processor(mx.array([5]), mx.ones((1, VOCABULARY + 70), dtype=dtype))
+        assert masked.dtype == dtype
+        assert [i for i, value in enumerate(masked[0].tolist()) if value == 1] == [*tokenizer.encode("a"), END]
+
+
+@pytest.mark.parametrize("state", ["normal", "reasoning"])
+def test_the_answer_of_a_model_that_thinks_comes_after_its_thoughts(folder, state):
+    """In the state "reasoning" it has begun them; else it may, or may not."""
+    inner = PreTrainedTokenizerFast.from_pretrained(folder)
+    inner.add_tokens(["<think>", "</think>"])
+    thinks = TokenizerWrapper(inner)
+    grammar = after_thinking(grammar_of({"structured_outputs": {"regex": "x+y"}}), thinks, state)
+    processor = GrammarProcessor(grammar, grammar_tokenizer(thinks), 0)
+
+    def allowed(text):
+        masked = processor(mx.array(thinks.encode(text), dtype=mx.uint32), mx.zeros((1, len(thinks))))
+        found = [token for token, value in enumerate(masked[0].tolist()) if value == 0]
+        return set(thinks.convert_ids_to_tokens(found))
+
+    begin = "<think>" if state == "normal" else ""
+    assert allowed("") == {"x", "<think>"} if state == "normal" else {"x", "y", "</think>"} <= allowed("")
+    assert {"x", "y", "z", "</think>"} <= allowed(begin + "thoughts\n") and END not in allowed(begin + "thoughts")
+    assert allowed(begin + "thoughts</think>") == {"x"}
+    assert allowed(begin + "thoughts</think>x") == {"x", "y"}
+    assert allowed(begin + "thoughts</think>xy") == {"<|end|>"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("begun", [False, True])
+def test_chats_with_a_model_that_thinks(tmp_path, begun):
+    """With a template that begins the thoughts, and one that does not: they are no part of the content."""
+    folder = save_model_folder(tmp_path / "thinks", vocab_size=VOCABULARY + 2)
+    inner = PreTrainedTokenizerFast.from_pretrained(folder)
+    inner.add_tokens(["<think>", "</think>"])
+    inner.chat_template = TEMPLATE + "<think>" * begun
+    inner.save_pretrained(folder)
+    thinks = {"logit_bias": {str(VOCABULARY): 50, str(VOCABULARY + 1): 3}}
+    with ServerProcess(folder, 2) as server:
+        for form, is_one in (
+            ({"structured_outputs": {"regex": REGEXES[2]}}, lambda text: re.fullmatch(REGEXES[2], text)),
+            (
+                {"response_format": schema_format(SCHEMAS["record"])},
+                lambda text: fits(SCHEMAS["record"], json.loads(text)),
+            ),
+        ):
+            body = {"messages": [{"role": "user", "content": "hello"}]} | SAMPLED | thinks | form
+            (choice,) = server.ask(body, CHAT)["choices"]
+            assert choice["finish_reason"] == "stop" and is_one(choice["message"]["content"])
+            assert choice["message"]["reasoning"]
+
+
+def test_models_whose_answers_have_parts_are_refused(tokenizer):
+    with pytest.raises(Refusal, match="not served for chats with this model"):
+        after_thinking(grammar_of({"structured_outputs": {"regex": "x"}}), tokenizer, "header")
