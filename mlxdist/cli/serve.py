@@ -117,9 +117,7 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some(
-            "host", "port", "stream_weights", "max_queue", "request_timeout", "max_context", "chat_template_args"
-        ),
+        **some("host", "port", "stream_weights", "max_queue", "request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))
 

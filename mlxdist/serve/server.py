@@ -188,4 +188,3 @@ def _context(directory: Path, given: int | None) -> int:
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
     return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
-

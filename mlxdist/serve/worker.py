@@ -18,6 +18,7 @@ from mlx_lm.server import _make_logits_processors
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
+from mlxdist.nn.sharding.plan.block import source_of
 
 from .decisions import Admission, Decisions
 from .prefix_cache import PrefixCache
@@ -26,6 +27,10 @@ from .sampling import sampler_of
 __all__ = ["BatchLimits", "Outcome", "Worker"]
 
 _KEY = "model"  # mlx-lm's caches are of several models, and here there is one
+# Model files of mlx-lm whose batches give other tokens than a request alone: of prompts of unequal lengths, since their
+# recurrent layers take in the padding, and all batches.
+PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
+REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,13 @@ class Worker:
         stage = stage_of(model)
         stages = 1 if stage is None else stage.stages
         # In stages each step is one of a batch of several, which have the places together.
-        sizes: dict[str, Any] = {
-            "completion_batch_size": -(-limits.decode_concurrency // stages),
-            "prefill_batch_size": -(-limits.prompt_concurrency // stages),
-            "prefill_step_size": limits.prefill_step_size,
+        file = source_of(model)
+        alone = file in REQUESTS_ALONE
+        self._sizes: dict[str, Any] = {
+            "completion_batch_size": 1 if alone else -(-limits.decode_concurrency // stages),
+            "prefill_batch_size": 1 if alone or file in PROMPTS_ALONE else -(-limits.prompt_concurrency // stages),
         }
+        sizes = self._sizes | {"prefill_step_size": limits.prefill_step_size}
         self._generator: Any
         if stages > 1:
             self._generator = PipelineBatchGenerator(model, **sizes)
@@ -103,7 +110,7 @@ class Worker:
             InvalidArgument: on every rank, mlx-lm cannot compute batches of this model.
         """
         stream = mx.default_stream(mx.default_device())
-        generator = BatchGenerator(self._model, prefill_step_size=2, stream=stream)
+        generator = BatchGenerator(self._model, prefill_step_size=2, stream=stream, **self._sizes)
         generator.insert([[0], [0] * 5, [0] * 7], max_tokens=[8, 6, 2])
         vocabulary = 0
         try:

@@ -23,7 +23,6 @@ from mlxdist.serve.worker import BatchLimits, Worker
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 base = Path(sys.argv[2])
-CHUNK = 4
 
 
 def served(kind: str, stream: bool = False, **layout: object) -> Placement:
@@ -31,11 +30,9 @@ def served(kind: str, stream: bool = False, **layout: object) -> Placement:
     it."""
     directory = base / kind if rank == 0 or not stream else Path("nowhere")
     placement = place(directory, group, Layout(**layout))
-    model, tokenizer = load_sharded(
-        directory, group, placement.plan, stage_plan=placement.stage_plan, stream=stream
-    )
-    expected = alone(load(str(base / kind))[0], CHUNK)
-    worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=CHUNK))
+    model, tokenizer = load_sharded(directory, group, placement.plan, stage_plan=placement.stage_plan, stream=stream)
+    expected = alone(load(str(base / kind))[0])
+    worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=4))
     worker.warm_up()
     found, cached = overlapping(worker, expected[0])
     assert found == expected, f"{kind}, {placement.name}: {found}, not {expected}"
