@@ -157,7 +157,11 @@ def test_any_thread_reads_how_many_tokens_the_prefix_cache_has():
     assert found and 0 <= min(found) and max(found) <= 100
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "jamba", "afm7", "gemma2", "llama4", "prism_hadamard_qwen35"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "afm7", "gemma2", "llama4"]
+    + [pytest.param(kind, marks=pytest.mark.long) for kind in ("jamba", "prism_hadamard_qwen35")],
+)
 def test_models_that_mlx_lm_batches_and_others(loaded, kind):
     """Batches of several prompts, of one, and of one request; a model with which all fail is refused before there are
     any. tests/serve/test_served_models.py has the other kinds."""
