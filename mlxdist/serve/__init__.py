@@ -5,6 +5,7 @@ request, a clock, a client that has gone, the bytes of its own shard. Here rank 
 
 decisions.py     what rank 0 decides before a step, as one small message: admit, cancel, stop
 scheduler.py     rank 0: the queue, who is admitted, who has left or is late
+placement.py     which rank holds what of the model, given or chosen
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py   drafts, which the model checks several at a time
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks

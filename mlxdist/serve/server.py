@@ -184,4 +184,3 @@ def _context(directory: Path, options: ServeOptions) -> int:
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
     return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
-

@@ -30,11 +30,11 @@ class DraftedModel:
     """
 
     def __init__(self, model: nn.Module, draft_model: nn.Module) -> None:
-        self._model, self._draft_model = model, draft_model
+        self.model, self._draft_model = model, draft_model
         self._layers = len(make_prompt_cache(draft_model))
 
     def make_cache(self) -> list[Any]:
-        return [*make_prompt_cache(self._draft_model), *make_prompt_cache(self._model)]
+        return [*make_prompt_cache(self._draft_model), *make_prompt_cache(self.model)]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the model.
@@ -51,7 +51,7 @@ class DraftedModel:
 
     def target(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the model, which alone computes."""
-        return self._model(tokens, cache=cache[self._layers :])
+        return self.model(tokens, cache=cache[self._layers :])
 
     def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the draft model, which alone computes."""

@@ -39,13 +39,13 @@ class VocabParallelModel:
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        self._model, self._group = model, group
+        self.model, self._group = model, group
         self._sizes = _shard_output_layer(model, group)
         self._sampler = VocabParallelSampler(sizes=self._sizes, group=group)
         self.vocabulary = sum(self._sizes)
 
     def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self._model)
+        return make_prompt_cache(self.model)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Logits of this rank, and the log-sum-exp of the others', float32. Shape (requests, tokens, size + 1).
@@ -53,9 +53,9 @@ class VocabParallelModel:
         Raises:
             InvalidArgument: the model returns something else than its output layer's logits.
         """
-        logits = self._model(tokens, cache=cache).astype(mx.float32)
+        logits = self.model(tokens, cache=cache).astype(mx.float32)
         if logits.shape[-1] != self._sizes[self._group.rank()]:
-            raise InvalidArgument(f"serve: {type(self._model).__module__} does not return its output layer's logits")
+            raise InvalidArgument(f"serve: {type(self.model).__module__} does not return its output layer's logits")
         sums = all_gather(mx.logsumexp(logits, axis=-1, keepdims=True)[None], group=self._group)
         return self._with_rest(logits, sums)
 

@@ -18,16 +18,22 @@ from mlx_lm.server import _make_logits_processors
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
+from mlxdist.nn.sharding.plan.block import source_of
 
-from .adapters import adapter_of, prompt_cache
+from .adapters import AdaptedModel, adapter_of, prompt_cache
 from .decisions import Admission, Decisions
 from .grammar import GrammarProcessor, grammar_tokenizer
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
-from .speculation import SpeculativeBatchGenerator
+from .speculation import DraftedModel, SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
+
+# Model files of mlx-lm whose batches give other tokens than a request alone: of prompts of unequal lengths, since their
+# recurrent layers take in the padding, and all batches.
+PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
+REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,20 @@ class Worker:
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
-        self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._model, self._tokenizer = model, tokenizer
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         self._sharded = model if isinstance(model, VocabParallelModel) else None
+        self._drafts = limits.num_draft_tokens
+        # In stages each step is one of a batch of several, which have the places together.
+        stage = stage_of(model)
+        self._batches = 1 if stage is None else stage.stages
+        file = source_of(_innermost(model))
+        alone = file in REQUESTS_ALONE
+        self._sizes: dict[str, Any] = {
+            "completion_batch_size": 1 if alone else -(-limits.decode_concurrency // self._batches),
+            "prefill_batch_size": 1 if alone or file in PROMPTS_ALONE else -(-limits.prompt_concurrency // self._batches),
+        }
         self._generator = self._new_generator(limits.prefill_step_size)
-        self._places = -(-limits.decode_concurrency // self._batches())
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
@@ -106,7 +121,7 @@ class Worker:
             InvalidArgument: on every rank, mlx-lm cannot compute batches of this model.
         """
         generator = self._new_generator(prefill_step_size=2)
-        rows = [row for row in ((1, 8, 0), (5, 6, 1), (7, 2, 1)) for _ in range(self._batches())]  # one in each batch
+        rows = [row for row in ((1, 8, 0), (5, 6, 1), (7, 2, 1)) for _ in range(self._batches)]  # one in each batch
         prompts, most, adapters = zip(*rows)
         caches = [prompt_cache(self._model, adapter) for adapter in adapters]
         generator.insert([[0] * length for length in prompts], max_tokens=list(most), caches=caches)
@@ -123,24 +138,14 @@ class Worker:
         return vocabulary
 
     def _new_generator(self, prefill_step_size: int) -> Any:
-        limits, batches = self._limits, self._batches()
-        sizes: dict[str, Any] = {
-            "completion_batch_size": -(-limits.decode_concurrency // batches),
-            "prefill_batch_size": -(-limits.prompt_concurrency // batches),
-            "prefill_step_size": prefill_step_size,
-            "sampler": self._sharded and self._sharded.greedy,
-        }
-        if batches > 1:
+        sizes = self._sizes | {"prefill_step_size": prefill_step_size}
+        sizes["sampler"] = self._sharded and self._sharded.greedy
+        if self._batches > 1:
             return PipelineBatchGenerator(self._model, **sizes)
-        stream = mx.default_stream(mx.default_device())
-        if limits.num_draft_tokens:
-            return SpeculativeBatchGenerator(self._model, limits.num_draft_tokens, stream=stream, **sizes)
-        return BatchGenerator(self._model, stream=stream, **sizes)
-
-    def _batches(self) -> int:
-        """In stages each step is one of a batch of several, which have the places together."""
-        stage = stage_of(self._model)
-        return 1 if stage is None else stage.stages
+        sizes["stream"] = mx.default_stream(mx.default_device())
+        if self._drafts:
+            return SpeculativeBatchGenerator(self._model, self._drafts, **sizes)
+        return BatchGenerator(self._model, **sizes)
 
     def step(self, decisions: Decisions) -> Outcome:
         """Collective as the model is; in a step without requests nothing is computed.
@@ -160,7 +165,7 @@ class Worker:
         if self._kinds:
             if isinstance(self._generator, BatchGenerator):
                 # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
-                self._generator.completion_batch_size = 0 if self._first_is_due else self._places
+                self._generator.completion_batch_size = 0 if self._first_is_due else self._sizes["completion_batch_size"]
             outcome.prefill, outcome.tokens = self._generator.next()
             self._gather_logprobs(outcome.tokens)
             self._first_is_due = any(response.end_of_prompt for response in outcome.prefill)
@@ -251,3 +256,10 @@ class Worker:
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
         self.cache.insert_cache(adapter_of(cache), tokens[:], cache, cache_type=kind)
+
+
+def _innermost(model: Any) -> nn.Module:
+    """mlx-lm's model in what stands for it."""
+    while isinstance(model, AdaptedModel | DraftedModel | VocabParallelModel):
+        model = model.model
+    return model

@@ -16,6 +16,8 @@ def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
     """Bytes read from files, the most memory of MLX at any time; shards of different sizes; experts; models by name."""
     outputs = run_ranks("loading.py", ranks, "sizes,plans,named,experts", tmp_path)
     assert all(output.count("right") == 4 for output in outputs)
+    for what in ("mlxdist: loading: ", "mlxdist: streaming: "):
+        assert [what in output for output in outputs] == [True] + [False] * (ranks - 1)
 
 
 @one_to_four(2)

@@ -154,7 +154,8 @@ def models() -> None:
 
 
 def sizes() -> None:
-    """Bytes read and memory are about 1 / ranks of a model that is nearly all sharded."""
+    """Bytes read and memory are about 1 / ranks of a model that is nearly all sharded; rank 0 prints its progress."""
+    vars(sys.modules[load_sharded.__module__])["LINE_SECONDS"] = 0
     config = QWEN3 | {"hidden_size": 256, "intermediate_size": 96 * HEADS, "num_hidden_layers": 4, "vocab_size": 32}
     whole, config = make(config)
     total = sum(array.nbytes for _, array in tree_flatten(whole.parameters()))

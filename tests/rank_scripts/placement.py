@@ -3,7 +3,6 @@
 Prints "right" after each scenario. Tokens of requests that overlap are compared with mlx-lm's on this process alone.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from mlxdist.serve.worker import BatchLimits, Worker
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 base = Path(sys.argv[2])
-CHUNK = 4
 
 
 def served(kind: str, stream: bool = False, **layout: object) -> Placement:
@@ -31,11 +29,9 @@ def served(kind: str, stream: bool = False, **layout: object) -> Placement:
     it."""
     directory = base / kind if rank == 0 or not stream else Path("nowhere")
     placement = place(directory, group, Layout(**layout))
-    model, tokenizer = load_sharded(
-        directory, group, placement.plan, stage_plan=placement.stage_plan, stream=stream
-    )
-    expected = alone(load(str(base / kind))[0], CHUNK)
-    worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=CHUNK))
+    model, tokenizer = load_sharded(directory, group, placement.plan, stage_plan=placement.stage_plan, stream=stream)
+    expected = alone(load(str(base / kind))[0])
+    worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=4))
     worker.warm_up()
     found, cached = overlapping(worker, expected[0])
     assert found == expected, f"{kind}, {placement.name}: {found}, not {expected}"
@@ -55,15 +51,10 @@ def given() -> None:
 
 
 def files() -> None:
-    """A plan from a file of rank 0, and the model of rank 0."""
-    file = base / "plan.json"
-    if rank == 0:
-        plan = place(base / "qwen3", group, Layout(rank_shares=[2.0, 1.0])).plan
-        file.write_text(json.dumps({"plan": json.loads(plan.to_json()), "verification": None}))
-    else:
-        plan = place(Path("nowhere"), group, Layout(rank_shares=[2.0, 1.0])).plan
-    here = str(file if rank == 0 else "nowhere.json")
-    assert served("qwen3", stream=True, plan=here).plan == plan
+    """A plan in a file of rank 0, and a model that rank 0 alone has."""
+    directory, file = (base / "qwen3", base / "plan.json") if rank == 0 else (Path("nowhere"), Path("nowhere.json"))
+    plan = place(directory, group, Layout(rank_shares=[2.0, 1.0])).plan
+    assert served("qwen3", stream=True, plan=str(file)).plan == plan
     print("right")
 
 

@@ -3,12 +3,15 @@
 import re
 
 import pytest
+from click.testing import CliRunner
 from serving import ServerProcess, save_model_folder
+
+from mlxdist.cli.shard import shard
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A directory with some. Of one head and quantized in its width, so that it cannot be shared; and of one layer."""
+    """A directory with some: ranks cannot share layers of one head, nor be stages of one layer."""
     folder = tmp_path_factory.mktemp("models")
     for kind in ("qwen3", "qwen3_moe", "mamba2"):
         save_model_folder(folder / kind, kind)
@@ -24,6 +27,8 @@ def test_shares_experts_and_stages_that_are_given(run_ranks, models):
 
 @pytest.mark.long
 def test_a_plan_and_a_model_that_only_rank_0_has(run_ranks, models):
+    arguments = [str(models / "qwen3"), "--tp", "2", "--rank-shares", "2,1", "--json"]
+    (models / "plan.json").write_text(CliRunner().invoke(shard, arguments).stdout)
     assert all("right" in output for output in run_ranks("placement.py", 2, "files", models))
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from threading import Event
 
 import mlx.core as mx
+import overlapping
 import pytest
 import tiny_models
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import KVCache
 from mlx_lm.server import _make_logits_processors, _make_sampler
+from overlapping import admission, run
 from serving import NOT_BATCHED, PLAIN, save_model_folder
 
 from mlxdist import InvalidArgument, Mismatch
@@ -24,10 +26,6 @@ SAMPLED = replace(PLAIN.sampling, temperature=0.8, top_p=0.95)
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     return load(str(save_model_folder(tmp_path_factory.mktemp("model"))))
-
-
-def admission(number, tokens, **fields):
-    return replace(PLAIN, number=number, prompt=tokens, segments=[("user", len(tokens))], max_tokens=20, **fields)
 
 
 def alone(loaded, request):
@@ -46,21 +44,6 @@ def alone(loaded, request):
     for end in range(1, len(found) + 1):
         if any(found[:end][-len(word) :] == list(word) for word in request.stop):
             return found[:end]
-    return found
-
-
-def run(worker, *rounds, cached=None):
-    """The tokens of each request, where each of ``rounds`` is admitted one step later."""
-    found, step, left = {}, 0, 0
-    cached = {} if cached is None else cached
-    while left or step < len(rounds):
-        admit = rounds[step] if step < len(rounds) else []
-        outcome = worker.step(Decisions(step, worker.digest, admit=admit))
-        cached |= outcome.cached
-        left += len(admit) - sum(response.finish_reason is not None for response in outcome.tokens)
-        for response in outcome.tokens:
-            found.setdefault(response.uid, []).append(response.token)
-        step += 1
     return found
 
 
@@ -175,15 +158,14 @@ def test_any_thread_reads_how_many_tokens_the_prefix_cache_has():
     assert found and 0 <= min(found) and max(found) <= 100
 
 
-KINDS = tiny_models.compared_files()
-
-
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in ("qwen3", "gemma2", "llama4") else pytest.mark.long) for kind in KINDS],
+    ["qwen3", "afm7", "gemma2", "llama4"]
+    + [pytest.param(kind, marks=pytest.mark.long) for kind in ("jamba", "prism_hadamard_qwen35")],
 )
 def test_models_that_mlx_lm_batches_and_others(loaded, kind):
-    """Three overlapping requests; a model with which that fails is refused before there are any."""
+    """Batches of several prompts, of one, and of one request; a model with which all fail is refused before there are
+    any. tests/serve/test_served_models.py has the other kinds."""
     model, limits = tiny_models.build(kind), BatchLimits(prefill_step_size=4)
     if kind in NOT_BATCHED:
         with pytest.raises(InvalidArgument, match="mlx-lm cannot batch requests of (a|this) model"):
@@ -191,5 +173,6 @@ def test_models_that_mlx_lm_batches_and_others(loaded, kind):
         return
     worker = Worker(model, loaded[1], limits)
     assert worker.warm_up() == tiny_models.config_of(kind).get("vocab_size", 96)
-    rounds = [[replace(admission(number, [3, 4, 5, 6, 7, 8][: 2 + number]), max_tokens=4)] for number in range(3)]
-    assert all(len(tokens) == 4 for tokens in run(worker, *rounds).values())
+    expected = overlapping.alone(model)
+    found, cached = overlapping.overlapping(worker, expected[0])
+    assert found == expected and cached > 0

@@ -9,9 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
+from serving import NOT_BATCHED
 
 from mlxdist.nn.sharding.plan import Plan, Shard, plan_shards
 from mlxdist.nn.sharding.plan.shard_model import why_not_trained
+from mlxdist.serve.worker import PROMPTS_ALONE, REQUESTS_ALONE
 
 FILE = Path(__file__).parents[2] / "docs" / "models.md"
 # Reasons that are the same for all models.
@@ -31,8 +33,13 @@ says "not compared". A model that "trains" has the gradients of the model that i
 compares those of every parameter on 2 ranks, of the common families on 3 as well, and what 20 steps of AdamW make of
 these. Where that column says "rejected", a gradient of the sharded model is an error with that reason.
 
-| model file | how | what is sharded | share | trains | what stays unsharded, and why |
-|---|---|---|---|---|---|
+[`mlxdist serve`](serve.md) serves {served} of them: `tests/serve/test_served_models.py` compares the tokens of overlapping
+requests, of which one is cancelled and one has a cached prefix, on 2 ranks with those that mlx-lm generates for each alone on one
+process. Of some, mlx-lm's batches give other tokens than a request alone: of these, `mlxdist serve` computes prompts, or
+requests, one at a time.
+
+| model file | how | what is sharded | share | trains | served | what stays unsharded, and why |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -41,15 +48,17 @@ def write() -> str:
     rows, cut = [], 0
     for name in (files := tiny_models.model_files()):
         if name in tiny_models.NOT_IMPORTED:
-            rows.append((name, "", "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
+            rows.append((name, "", "", "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
             continue
         plan = plan_shards(model := tiny_models.build(name), tp=2)
         cut += bool(plan.sharded)
         how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.sharded else "not sharded"
         trains = _trains(name, why_not_trained(model, plan))
-        rows.append((name, how, ", ".join(_blocks(plan.sharded)), f"{_share(plan):.0%}", trains, _whole(name, plan)))
+        shares = ", ".join(_blocks(plan.sharded)), f"{_share(plan):.0%}"
+        rows.append((name, how, *shares, trains, _served(name), _whole(name, plan)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files)) + table
+    served = sum(row[5].startswith("yes") for row in rows)
+    return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files), served=served) + table
 
 
 def _trains(name: str, refused: str | None) -> str:
@@ -57,6 +66,15 @@ def _trains(name: str, refused: str | None) -> str:
         return f"rejected: {refused}"
     reason = (tiny_models.NOT_COMPARED | tiny_models.NOT_TRAINED).get(name)
     return f"not compared: {reason}" if reason else "yes"
+
+
+def _served(name: str) -> str:
+    if name in NOT_BATCHED:
+        return "rejected: mlx-lm cannot batch it"
+    if name in tiny_models.NOT_COMPARED:
+        return "not compared"
+    alone = {"prompts": PROMPTS_ALONE, "requests": REQUESTS_ALONE}
+    return ", ".join(["yes", *(f"{what} one at a time" for what, names in alone.items() if name in names)])
 
 
 def _blocks(shards: list[Shard]) -> list[str]:

@@ -42,13 +42,12 @@ def run(worker: Worker, *rounds: list[Admission], cached: dict[int, int] | None 
     return found
 
 
-def alone(model: nn.Module, chunk: int) -> list[list[int]]:
-    """The tokens of each of the four, without batches, caches of prefixes or ranks."""
+def alone(model: nn.Module) -> list[list[int]]:
+    """The tokens of each of the four, without batches, chunks, caches of prefixes or ranks."""
     found: list[list[int]] = []
     for prompt in [*PROMPTS, None]:
         tokens = mx.array(prompt or PROMPTS[0] + found[0] + MORE)
-        steps = generate_step(tokens, model, max_tokens=ANSWER, prefill_step_size=chunk)
-        found.append([token for token, _ in steps])
+        found.append([token for token, _ in generate_step(tokens, model, max_tokens=ANSWER)])
     found[CANCELLED] = found[CANCELLED][:2]
     return found
 

@@ -1,5 +1,6 @@
 """Loads a model of mlx-lm so that every rank reads and holds only its own shard of the weights."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from mlxdist.runtime.group import Group
 from ..measured_shares import RankShares
 from ..plan import Plan, Shard, plan_shards
 from ..plan.parameters import parameters
+from ..plan.table import size
 from ..verify import require_agreement
 from .adapters import full_model, put_adapters, put_several, read_adapters, require_adapters_of
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_shard
@@ -35,6 +37,8 @@ from .weight_checks import checksum, require_same_files, require_same_tensors
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
 
 __all__ = ["LoadReport", "load_sharded"]
+
+LINE_SECONDS = 10.0
 
 
 @dataclass
@@ -271,12 +275,22 @@ def _put(model: nn.Module, shard: Shard, array: mx.array) -> None:
 
 @contextmanager
 def _progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes, on a terminal."""
+    """A bar of bytes on a terminal; elsewhere, as behind the launcher, a line now and then."""
     console = Console(stderr=True)
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    done, printed = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, printed
+        done += count
+        bar.advance(task, count)
+        if shown and bar.disable and time.monotonic() >= printed + LINE_SECONDS:
+            print(f"mlxdist: {what}: {size(done)} of {size(total)}", file=sys.stderr, flush=True)
+            printed = time.monotonic()
+
     with Progress(*columns, console=console, transient=True, disable=not shown or not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
+        yield advance
 
 
 def _tokenizer(directory: Path, config: Mapping[str, Any], more: Mapping[str, Any] | None) -> Any:
