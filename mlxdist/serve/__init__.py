@@ -4,8 +4,9 @@ mlx-lm's own server runs a loop on every rank, and the ranks diverge where one o
 request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
 
 decisions.py     what rank 0 decides before a step, as one small message: admit, cancel, stop
-scheduler.py     rank 0: the queue, who is admitted, who has left or is late
+scheduler.py     rank 0: the queue, who is admitted or preempted, who has left or is late
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
+memory.py        for how many tokens of KV caches every rank has memory
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 snapshot.py      the prefix cache on disk, from one run to the next
 sampling.py      mlx-lm's samplers, each with the random state of its request

@@ -41,7 +41,7 @@ SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI IBBH")
+_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI IBBH")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -58,6 +58,7 @@ class Admission:
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
         stop: stop words as tokens.
+        generated: tokens at the end of the prompt that are its answer so far: it has been preempted.
     """
 
     number: int
@@ -68,6 +69,12 @@ class Admission:
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
     stop: Sequence[Sequence[int]] = ()
+    generated: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of its KV cache in the end, at most."""
+        return len(self.prompt) + self.max_tokens
 
     @property
     def brought(self) -> int:
@@ -84,7 +91,7 @@ class Admission:
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
         counts = len(self.prompt), len(self.segments), len(lengths), len(bias)
-        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties, *counts)
+        fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties, *counts)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
             [
@@ -99,10 +106,13 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, prompt, segments, stops, biases = _REQUEST.unpack(reader.take(_REQUEST.size))
+        number, most, seed, generated, *parameters, prompt, segments, stops, biases = _REQUEST.unpack(
+            reader.take(_REQUEST.size)
+        )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
+        _require(generated < prompt, "an answer has no prompt")
         _require(all(kind < len(SEGMENTS) and length for kind, length in parts), "a segment is none")
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
         _require(stops <= MAX_STOPS and sum(lengths) <= MAX_STOP_TOKENS and all(lengths), "stop words are too long")
@@ -121,6 +131,7 @@ class Admission:
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             [tokens[start:end] for start, end in zip(ends, ends[1:])],
+            generated,
         )
 
 

@@ -12,10 +12,12 @@ _HELP = {
     "prompt_tokens_total": "Tokens of the prompts of admitted requests.",
     "cached_prompt_tokens_total": "Of these, tokens that the prefix cache had: the rate of both is its hit rate.",
     "generated_tokens_total": "Tokens generated.",
+    "preempted_total": "Times that a request has left the batch for one that comes before it.",
     "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
     "decision_bytes_total": "Bytes of these messages.",
     "running": "Requests in the batch.",
     "queued": "Requests that wait for a place in it.",
+    "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
     "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
 }
 

@@ -1,6 +1,7 @@
 """mlx-lm's samplers, each with a random state of its own."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -17,14 +18,15 @@ _AHEAD = 16  # states that are computed together
 
 
 def sampler_of(request: Admission, tokenizer: object) -> Sampler:
-    """Draws what mlx-lm draws for this request alone, after ``mx.random.seed(request.seed)``.
+    """Draws what mlx-lm draws for this request alone, after ``mx.random.seed(request.seed)``, from the token on that
+    follows those it has generated.
 
     It does so in a batch, too, and whatever other requests draw in between: on all ranks the same.
     """
     sampler = _make_sampler(request, tokenizer)
     if sampler is greedy_sampler:
         return sampler
-    states = _states(request.seed, draws=1 + (request.sampling.xtc_probability > 0))
+    states = islice(_states(request.seed, 1 + (request.sampling.xtc_probability > 0)), request.generated, None)
 
     def seeded(logprobs: mx.array) -> mx.array:
         mx.random.seed(next(states))

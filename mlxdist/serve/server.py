@@ -26,6 +26,7 @@ from mlxdist.runtime.ops import broadcast
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
+from .memory import tokens_that_fit
 from .scheduler import Scheduler, say
 from .snapshot import Snapshot
 from .worker import BatchLimits, Worker
@@ -129,13 +130,18 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
                 raise InvalidArgument(f"{name}: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
+        if options.limits.max_total_tokens is None:
+            kept = options.limits.decode_concurrency + options.limits.prompt_cache_size
+            worker.max_total_tokens = tokens_that_fit(model, kept, options.limits.prefill_step_size, group)
+        context = min(context, worker.max_total_tokens)
         if snapshot is not None:
             snapshot.load(worker.cache, directory, reports[0].plan, stages)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             limits = options.limits.decode_concurrency, options.max_queue
-            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, clients.log)
+            log, room = clients.log, worker.max_total_tokens
+            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, log, room)
             frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
             clients.ready(served[0], group.size())
         try:

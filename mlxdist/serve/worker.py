@@ -20,6 +20,7 @@ from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
 
 from .decisions import Admission, Decisions
+from .memory import UNLIMITED, reserved
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 
@@ -36,14 +37,30 @@ class BatchLimits:
         decode_concurrency: requests that run at a time.
         prompt_concurrency: prompts of one chunk.
         prefill_step_size: tokens of each prompt in a chunk.
+        max_total_tokens: of all KV caches, those of the prefix cache included; None for what the memory has room for.
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
     """
 
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
     prefill_step_size: int = 512
+    max_total_tokens: int | None = None
     prompt_cache_size: int = 64
     prompt_cache_tokens: int = 1 << 15
+
+
+class _Stops(StopSequences):
+    """mlx-lm's, for an answer of which there are tokens already."""
+
+    def __init__(self, sequences: list[tuple[int, ...]], generated: list[int]) -> None:
+        super().__init__(sequences)
+        self._generated = generated
+
+    def matcher(self) -> StopSequences.Matcher:
+        matcher = super().matcher()
+        for token in self._generated:
+            matcher.advance(token)
+        return matcher
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Worker:
     """The batch of this rank.
 
     Attributes:
+        max_total_tokens: of all KV caches.
         digest: CRC-32 of the tokens of the last step and their requests.
 
     Raises:
@@ -91,6 +109,8 @@ class Worker:
         self._places: int = sizes["completion_batch_size"]
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
+        self.max_total_tokens = limits.max_total_tokens or UNLIMITED
+        self._needs: dict[int, int] = {}  # of each request the tokens that its KV cache comes to have, at most
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0
 
@@ -126,7 +146,7 @@ class Worker:
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
-        self._generator.remove([number for number in decisions.cancel if self._kinds.pop(number, None) is not None])
+        self._drop([number for number in decisions.cancel if number in self._kinds])
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._kinds:
@@ -166,12 +186,29 @@ class Worker:
             all_tokens=[prompt[:cached]],
             samplers=[sampler_of(request, self._tokenizer)],
             logits_processors=[_make_logits_processors(request)],
-            stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
+            stop_sequences=[_Stops([*eos, *map(tuple, request.stop)], prompt[len(prompt) - request.generated :])],
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
-        self._kinds[uid] = kinds[::-1]
+        self._kinds[uid], self._needs[uid] = kinds[::-1], request.tokens
+        self._make_room()
         return cached
+
+    def _drop(self, numbers: list[int]) -> None:
+        """Ends requests. What is computed of them is kept: they may come again, with what they have generated."""
+        computed = self._generator.remove(numbers, return_prompt_caches=True)
+        self._forget(numbers)
+        for cache, tokens in computed.values():
+            if tokens:
+                self._insert(tokens, cache, "assistant")
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._kinds[number], self._needs[number]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self.cache.make_room(self.max_total_tokens - reserved(self._needs.values()))
 
     def _keep(self, outcome: Outcome) -> None:
         """Puts what is computed of prompts, and finished requests, in the prefix cache; as mlx-lm's server does."""
@@ -182,10 +219,10 @@ class Worker:
         ]
         for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
             self._insert(tokens, cache, self._kinds[uid].pop())
-        for response in outcome.tokens:
-            if response.finish_reason is not None:
-                self._insert(response.all_tokens, response.prompt_cache, "assistant")
-                del self._kinds[response.uid]
+        finished = [response for response in outcome.tokens if response.finish_reason is not None]
+        self._forget([response.uid for response in finished])
+        for response in finished:
+            self._insert(response.all_tokens, response.prompt_cache, "assistant")
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
