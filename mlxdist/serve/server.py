@@ -130,19 +130,18 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
                 raise InvalidArgument(f"{name}: {directory} has no tokenizer")
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
-        if options.limits.max_total_tokens is None:
-            kept = options.limits.decode_concurrency + options.limits.prompt_cache_size
-            worker.max_total_tokens = tokens_that_fit(model, kept, options.limits.prefill_step_size, group)
-        context = min(context, worker.max_total_tokens)
+        limits = options.limits
+        kept = limits.decode_concurrency + limits.prompt_cache_size
+        most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)
+        worker.limit_tokens(most)
         if snapshot is not None:
             snapshot.load(worker.cache, directory, reports[0].plan, stages)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
-            limits = options.limits.decode_concurrency, options.max_queue
-            log, room = clients.log, worker.max_total_tokens
-            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, log, room)
-            frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
+            places, queue = limits.decode_concurrency, options.max_queue
+            scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)
+            frontend.open(scheduler, tokenizer, vocabulary, min(context, most), lambda: _gauges(scheduler, worker))
             clients.ready(served[0], group.size())
         try:
             received = _loop(own, worker, scheduler, clients)

@@ -37,7 +37,7 @@ class BatchLimits:
         decode_concurrency: requests that run at a time.
         prompt_concurrency: prompts of one chunk.
         prefill_step_size: tokens of each prompt in a chunk.
-        max_total_tokens: of all KV caches, those of the prefix cache included; None for what the memory has room for.
+        max_total_tokens: of all KV caches, those of the prefix cache included; None for what there is memory for.
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
     """
 
@@ -82,7 +82,6 @@ class Worker:
     """The batch of this rank.
 
     Attributes:
-        max_total_tokens: of all KV caches.
         digest: CRC-32 of the tokens of the last step and their requests.
 
     Raises:
@@ -109,7 +108,7 @@ class Worker:
         self._places: int = sizes["completion_batch_size"]
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
-        self.max_total_tokens = limits.max_total_tokens or UNLIMITED
+        self._max_total_tokens = limits.max_total_tokens or UNLIMITED
         self._needs: dict[int, int] = {}  # of each request the tokens that its KV cache comes to have, at most
         self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
         self.digest = 0
@@ -136,6 +135,11 @@ class Worker:
         finally:
             generator.close()
         return vocabulary
+
+    def limit_tokens(self, max_total_tokens: int) -> None:
+        """From now on all KV caches have at most that many."""
+        self._max_total_tokens = max_total_tokens
+        self._make_room()
 
     def step(self, decisions: Decisions) -> Outcome:
         """Collective as the model is; in a step without requests nothing is computed.
@@ -208,7 +212,7 @@ class Worker:
         self._make_room()
 
     def _make_room(self) -> None:
-        self.cache.make_room(self.max_total_tokens - reserved(self._needs.values()))
+        self.cache.make_room(self._max_total_tokens - reserved(self._needs.values()))
 
     def _keep(self, outcome: Outcome) -> None:
         """Puts what is computed of prompts, and finished requests, in the prefix cache; as mlx-lm's server does."""
