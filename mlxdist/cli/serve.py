@@ -95,6 +95,9 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--decode-concurrency", type=COUNT, default=32, show_default=True, help="Requests that run at a time.")
 @click.option("--prompt-concurrency", type=COUNT, default=8, show_default=True, help="Prompts in a chunk.")
 @click.option("--prefill-step-size", type=COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
+@click.option(
+    "--max-total-tokens", type=click.IntRange(min=2), help="Tokens of all KV caches.  [default: what the memory has]"
+)
 @click.option("--prompt-cache-size", type=COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
 @click.option(
     "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
@@ -147,7 +150,12 @@ def serve(
         return {name: given[name] for name in names}
 
     limits = some(
-        "decode_concurrency", "prompt_concurrency", "prefill_step_size", "prompt_cache_size", "prompt_cache_tokens"
+        "decode_concurrency",
+        "prompt_concurrency",
+        "prefill_step_size",
+        "max_total_tokens",
+        "prompt_cache_size",
+        "prompt_cache_tokens",
     )
     options = ServeOptions(
         model,

@@ -4,10 +4,11 @@ mlx-lm's own server runs a loop on every rank, and the ranks diverge where one o
 request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
 
 decisions.py     what rank 0 decides before a step, as one small message: admit, cancel, stop
-scheduler.py     rank 0: the queue, who is admitted, who has left or is late
+scheduler.py     rank 0: the queue, who is admitted or preempted, who has left or is late
 placement.py     which rank holds what of the model, given or chosen
 worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py   drafts, which the model checks several at a time
+memory.py        for how many tokens of KV caches every rank has memory
 prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 adapters.py      which adapter each row of a batch has
 snapshot.py      the prefix cache on disk, from one run to the next

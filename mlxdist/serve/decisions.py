@@ -45,7 +45,7 @@ SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQ 2dI3d dIdIdI ?H IBBHI")
+_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?H IBBHI")
 _SEGMENT = struct.Struct("<BI")
 
 
@@ -65,6 +65,7 @@ class Admission:
         logprobs: whether rank 0 reads log-probabilities.
         adapter: its number; 0 for none.
         grammar: of the answer, llguidance's; empty for any answer.
+        generated: tokens at the end of the prompt that are its answer so far: it has been preempted.
     """
 
     number: int
@@ -78,6 +79,12 @@ class Admission:
     logprobs: bool = False
     adapter: int = 0
     grammar: bytes = b""
+    generated: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of its KV cache in the end, at most."""
+        return len(self.prompt) + self.max_tokens
 
     @property
     def brought(self) -> int:
@@ -95,7 +102,7 @@ class Admission:
         _, *penalties = astuple(self.logits)
         lengths = [len(word) for word in self.stop]
         counts = len(self.prompt), len(self.segments), len(lengths), len(bias), len(self.grammar)
-        fixed = (self.number, self.max_tokens, self.seed, *astuple(self.sampling), *penalties)
+        fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties)
         tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
             [
@@ -111,12 +118,13 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, *parameters, logprobs, adapter, prompt, segments, stops, biases, grammar = _REQUEST.unpack(
-            reader.take(_REQUEST.size)
+        number, most, seed, generated, *parameters, logprobs, adapter, prompt, segments, stops, biases, grammar = (
+            _REQUEST.unpack(reader.take(_REQUEST.size))
         )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
+        _require(generated < prompt, "an answer has no prompt")
         _require(all(kind < len(SEGMENTS) and length for kind, length in parts), "a segment is none")
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
         _require(stops <= MAX_STOPS and sum(lengths) <= MAX_STOP_TOKENS and all(lengths), "stop words are too long")
@@ -139,6 +147,7 @@ class Admission:
             logprobs,
             adapter,
             reader.take(grammar),
+            generated,
         )
 
 

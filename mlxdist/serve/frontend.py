@@ -88,7 +88,7 @@ class Frontend(ResponseGenerator):
         first = running.events.get()
         if isinstance(first, Refusal):
             raise first
-        context.prompt_cache_count = running.cached
+        context.prompt_cache_count = running.cached or 0
         vars(context)["stop"] = running.cancel
         return context, _answer(running, detokenizer, progress_callback)
 

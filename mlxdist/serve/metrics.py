@@ -14,10 +14,12 @@ _HELP = {
     "generated_tokens_total": "Tokens generated.",
     "draft_tokens_total": "Drafts, of --draft-model or --prompt-lookup.",
     "accepted_draft_tokens_total": "Drafts that became tokens of an answer.",
+    "preempted_total": "Times that a request has left the batch for one that comes before it.",
     "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
     "decision_bytes_total": "Bytes of these messages.",
     "running": "Requests in the batch.",
     "queued": "Requests that wait for a place in it.",
+    "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
     "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
 }
 

@@ -16,6 +16,7 @@ class PrefixCache(LRUPromptCache):
     before system prompts, the oldest first.
 
     Attributes:
+        room: tokens for which there is memory now.
         tokens: in all sequences that are kept; a prefix that two share counts twice, as it is kept twice. Any thread
             may read it, as /metrics does while the thread of the model inserts.
     """
@@ -23,11 +24,17 @@ class PrefixCache(LRUPromptCache):
     def __init__(self, max_size: int, max_tokens: int) -> None:
         super().__init__(max_size)
         self.max_tokens = max_tokens
+        self.room = max_tokens
         self.tokens = 0
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **keywords: Any) -> None:
         super().insert_cache(model, tokens, prompt_cache, **keywords)
-        while len(self) and self._count() > self.max_tokens:
+        self.make_room(self.room)
+
+    def make_room(self, tokens: int) -> None:
+        """Keeps no more than that many tokens from now on, nor more than ``max_tokens``."""
+        self.room = tokens
+        while len(self) and self._count() > min(tokens, self.max_tokens):
             self.trim_to(n_sequences=len(self) - 1)
         self.tokens = self._count()
 

@@ -1,6 +1,7 @@
 """mlx-lm's samplers, each with a random state of its own."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -22,12 +23,11 @@ class SeededSampler:
     It does so in a batch, too, and whatever other requests draw in between: on all ranks the same.
 
     Args:
-        draws: from MLX's random state for a token.
+        seeds: for each token one, from the first that is sampled here.
     """
 
-    def __init__(self, sampler: Sampler, seed: int, draws: int) -> None:
-        self._sampler = sampler
-        self._states = _states(seed, draws)
+    def __init__(self, sampler: Sampler, seeds: Iterator[int]) -> None:
+        self._sampler, self._following = sampler, seeds
         self._seeds: list[int] = []  # of the tokens from the first one on
         self._sampled = 0
 
@@ -37,9 +37,9 @@ class SeededSampler:
         return self.at(self._sampled - 1, logprobs)
 
     def at(self, index: int, logprobs: mx.array) -> mx.array:
-        """The token with this index in the answer, from 0. It may be drawn several times, as drafts are."""
+        """The token with this index, from 0. It may be drawn several times, as drafts are."""
         while len(self._seeds) <= index:
-            self._seeds.append(next(self._states))
+            self._seeds.append(next(self._following))
         mx.random.seed(self._seeds[index])
         return self._sampler(logprobs)
 
@@ -59,7 +59,8 @@ def sampler_of(
     sampler = adapt(request.sampling, sampler)
     if is_greedy:
         return sampler
-    return SeededSampler(sampler, request.seed, draws=1 + (request.sampling.xtc_probability > 0))
+    draws = 1 + (request.sampling.xtc_probability > 0)
+    return SeededSampler(sampler, islice(_states(request.seed, draws), request.generated, None))
 
 
 def _states(seed: int, draws: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ from mlx_lm.server import _format_top_logprobs
 
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, ROOM, Admission, Decisions
 from .limits import Refusal
+from .memory import UNLIMITED, reserved
 from .metrics import Metrics
 from .worker import Outcome
 
@@ -55,13 +56,14 @@ class Request:
         top_logprobs: int | None = None,
     ) -> None:
         """``admission`` still has no number. ``top_logprobs`` is None where not even the token's own is wanted."""
-        self.admission, self.is_connected, self.top_logprobs = admission, is_connected, top_logprobs
+        self.admission = self._asked = admission
+        self.is_connected, self.top_logprobs = is_connected, top_logprobs
         self.arrived = time.monotonic()
         self.order = self.arrived + priority * _LEVEL
         self.deadline = self.arrived + timeout
         self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
-        self.cached = 0
-        self.generated = 0
+        self.cached: int | None = None  # tokens of the prompt that the prefix cache had; None until it is admitted
+        self.generated: list[int] = []  # tokens
         self.first = 0.0  # when the first token came
         self._is_cancelled = threading.Event()
 
@@ -75,19 +77,33 @@ class Request:
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
 
+    def preempt(self) -> None:
+        """From now on its prompt ends with what it has generated, and its answer goes on there."""
+        asked, made = self._asked, len(self.generated)
+        if made:
+            self.admission = replace(
+                asked,
+                prompt=[*asked.prompt, *self.generated],
+                segments=[*asked.segments, ("assistant", made)],
+                max_tokens=asked.max_tokens - made,
+                generated=made,
+            )
+
     def describe(self, outcome: str) -> str:
         took = time.monotonic() - self.first
-        rate = f", {(self.generated - 1) / took:.1f} tokens/s" if self.generated > 1 and took > 0 else ""
-        first = f", the first after {self.first - self.arrived:.3f} s" if self.generated else ""
-        prompt = f"{len(self.admission.prompt)} tokens of prompt ({self.cached} cached)"
+        made = len(self.generated)
+        rate = f", {(made - 1) / took:.1f} tokens/s" if made > 1 and took > 0 else ""
+        first = f", the first after {self.first - self.arrived:.3f} s" if made else ""
+        prompt = f"{len(self._asked.prompt)} tokens of prompt ({self.cached or 0} cached)"
         name = f"request {self.admission.number}" if self.admission.number >= 0 else "a request that waited"
-        return f"{name}: {prompt}, {self.generated} generated{first}{rate}: {outcome}"
+        return f"{name}: {prompt}, {made} generated{first}{rate}: {outcome}"
 
 
 class Scheduler:
     """Serves requests by priority, and of equal ones the first that has come, in ``places`` places.
 
-    At most ``max_queue`` requests wait.
+    At most ``max_queue`` requests wait. Where there is no place, or no memory, for the first of them, it takes those of
+    requests that would come after it in the queue. These go on later, with the tokens that they would have had.
 
     The thread of the model calls all methods but :meth:`submit` and :meth:`stop`, which other threads call.
 
@@ -95,6 +111,7 @@ class Scheduler:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
         log: gets a line for each request that has ended.
+        max_total_tokens: of the KV caches of all that run.
     """
 
     def __init__(
@@ -105,8 +122,10 @@ class Scheduler:
         tokenizer: Any,
         metrics: Metrics,
         log: Callable[[str], None] = lambda line: None,
+        max_total_tokens: int = UNLIMITED,
     ) -> None:
         self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
+        self._max_total_tokens = max_total_tokens
         self._tokenizer, self._metrics, self._log = tokenizer, metrics, log
         self._changed = threading.Condition()
         self._waiting: list[Request] = []  # by their order
@@ -157,6 +176,7 @@ class Scheduler:
             for number in leaving:
                 del self._running[number]
             self._waiting = [request for request in self._waiting if not self._has_left(request)]
+            preempted = self._preempt(MAX_CANCELS - len(leaving))
             admitted: list[Admission] = []
             for request in self._next(size - FRAME + ROOM):
                 self._waiting.pop(0)
@@ -167,12 +187,14 @@ class Scheduler:
             following = [request.admission for request in self._next(sys.maxsize)]
             fits = sum(request.size for request in following) <= ROOM
             brought = 0 if fits else sum(request.brought for request in following)
-            return Decisions(step, digest, leaving, admitted, next_size=FRAME + brought)
+            return Decisions(step, digest, [*leaving, *preempted], admitted, next_size=FRAME + brought)
 
     def deliver(self, outcome: Outcome) -> None:
         """Hands out what a step gave."""
         for number, cached in outcome.cached.items():
             request = self._running[number]
+            if request.cached is not None:  # it goes on
+                continue
             request.cached = cached
             request.events.put(cached)
             self._metrics.add("prompt_tokens_total", len(request.admission.prompt))
@@ -184,8 +206,8 @@ class Scheduler:
         self._metrics.add("accepted_draft_tokens_total", outcome.accepted)
         for response in outcome.tokens:
             request = self._running[response.uid]
-            request.generated += 1
-            if request.generated == 1:
+            request.generated.append(response.token)
+            if len(request.generated) == 1:
                 request.first = time.monotonic()
                 self._metrics.first_token(request.first - request.arrived)
             failed = outcome.failed.get(response.uid)
@@ -210,14 +232,40 @@ class Scheduler:
         return self._unavailable
 
     def gauges(self) -> dict[str, float]:
-        return {"running": len(self._running), "queued": len(self._waiting)}
+        needs = [request.admission.tokens for request in list(self._running.values())]
+        return {"running": len(needs), "queued": len(self._waiting), "reserved_tokens": reserved(needs)}
 
     def _next(self, room: int) -> list[Request]:
-        """The first requests of the queue that have places, and fit in ``room`` bytes."""
-        free = min(self._places - len(self._running), MAX_ADMISSIONS)
-        first = list(itertools.islice(self._waiting, free))
-        sizes = itertools.accumulate(request.admission.size for request in first)
-        return [request for request, size in zip(first, sizes) if size <= room]
+        """The first requests of the queue that can run now, and fit in ``room`` bytes."""
+        found: list[Request] = []
+        for request in self._waiting[:MAX_ADMISSIONS]:
+            room -= request.admission.size
+            if room < 0 or not self._can_run([*self._running.values(), *found, request]):
+                break
+            found.append(request)
+        return found
+
+    def _can_run(self, requests: Sequence[Request]) -> bool:
+        """Together."""
+        needs = [request.admission.tokens for request in requests]
+        return len(requests) <= self._places and reserved(needs) <= self._max_total_tokens
+
+    def _preempt(self, most: int) -> list[int]:
+        """The requests that the first of the queue takes the places of; they are in the queue then."""
+        first, left = self._waiting[:1], dict(self._running)
+        taken: list[int] = []
+        while first and len(taken) < most and not self._can_run([*left.values(), *first]):
+            last = max(left, key=lambda number: left[number].order, default=None)
+            if last is None or left[last].order <= first[0].order:
+                return []
+            del left[last]
+            taken.append(last)
+        for number in taken:
+            request = self._running.pop(number)
+            request.preempt()
+            bisect.insort(self._waiting, request, key=_order)
+            self._metrics.add("preempted_total")
+        return taken
 
     def _has_left(self, request: Request) -> bool:
         outcome = request.leaves()

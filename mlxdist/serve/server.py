@@ -25,6 +25,7 @@ from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
 from .loading import load
+from .memory import tokens_that_fit
 from .options import ServeOptions
 from .placement import place
 from .scheduler import Scheduler, say
@@ -97,14 +98,18 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         with agreed(name, group):
             worker = Worker(model, tokenizer, options.limits)
         vocabulary = worker.warm_up()
+        limits = options.limits
+        kept = limits.decode_concurrency + limits.prompt_cache_size
+        most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)
+        worker.limit_tokens(most)
         if snapshot is not None:
             snapshot.load(worker.cache, directory, placement)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
-            limits = options.limits.decode_concurrency, options.max_queue
-            scheduler = Scheduler(*limits, heartbeat, tokenizer, frontend.metrics, clients.log)
-            frontend.open(scheduler, tokenizer, vocabulary, context, lambda: _gauges(scheduler, worker))
+            places, queue = limits.decode_concurrency, options.max_queue
+            scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)
+            frontend.open(scheduler, tokenizer, vocabulary, min(context, most), lambda: _gauges(scheduler, worker))
             clients.ready(served[0], group.size(), placement.name)
         try:
             received = _loop(own, worker, scheduler, clients)

@@ -23,6 +23,7 @@ from mlxdist.nn.sharding.plan.block import source_of
 from .adapters import AdaptedModel, adapter_of, prompt_cache
 from .decisions import Admission, Decisions
 from .grammar import GrammarProcessor, grammar_tokenizer
+from .memory import UNLIMITED, reserved
 from .prefix_cache import PrefixCache
 from .sampling import sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
@@ -44,6 +45,7 @@ class BatchLimits:
         decode_concurrency: requests that run at a time.
         prompt_concurrency: prompts of one chunk.
         prefill_step_size: tokens of each prompt in a chunk.
+        max_total_tokens: of all KV caches, those of the prefix cache included; None for what there is memory for.
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
         num_draft_tokens: drafts of each request in a step; 0: of a step a request has one token.
     """
@@ -51,9 +53,24 @@ class BatchLimits:
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
     prefill_step_size: int = 512
+    max_total_tokens: int | None = None
     prompt_cache_size: int = 64
     prompt_cache_tokens: int = 1 << 15
     num_draft_tokens: int = 0
+
+
+class _Stops(StopSequences):
+    """mlx-lm's, for an answer of which there are tokens already."""
+
+    def __init__(self, sequences: list[tuple[int, ...]], generated: list[int]) -> None:
+        super().__init__(sequences)
+        self._generated = generated
+
+    def matcher(self) -> StopSequences.Matcher:
+        matcher = super().matcher()
+        for token in self._generated:
+            matcher.advance(token)
+        return matcher
 
 
 @dataclass
@@ -74,6 +91,23 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
     failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Running:
+    """A request of the batch.
+
+    Attributes:
+        kinds: of its segments that are not computed yet, the last first.
+        needs: tokens that its KV cache comes to have, at most.
+        logprobs: whether rank 0 reads log-probabilities.
+        grammar: of its answer, or None.
+    """
+
+    kinds: list[str]
+    needs: int
+    logprobs: bool
+    grammar: GrammarProcessor | None
 
 
 class Worker:
@@ -105,9 +139,8 @@ class Worker:
         self._generator = self._new_generator(limits.prefill_step_size)
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
-        self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
-        self._with_logprobs: set[int] = set()  # numbers of requests
-        self._grammars: dict[int, GrammarProcessor] = {}
+        self._max_total_tokens = limits.max_total_tokens or UNLIMITED
+        self._running: dict[int, _Running] = {}
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -137,6 +170,11 @@ class Worker:
             generator.close()
         return vocabulary
 
+    def limit_tokens(self, max_total_tokens: int) -> None:
+        """From now on all KV caches have at most that many."""
+        self._max_total_tokens = max_total_tokens
+        self._make_room()
+
     def _new_generator(self, prefill_step_size: int) -> Any:
         sizes = self._sizes | {"prefill_step_size": prefill_step_size}
         sizes["sampler"] = self._sharded and self._sharded.greedy
@@ -156,13 +194,10 @@ class Worker:
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
-        self._with_logprobs.difference_update(decisions.cancel)
-        self._generator.remove([number for number in decisions.cancel if self._kinds.pop(number, None) is not None])
-        for number in decisions.cancel:
-            self._grammars.pop(number, None)
+        self._drop([number for number in decisions.cancel if number in self._running])
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
-        if self._kinds:
+        if self._running:
             if isinstance(self._generator, BatchGenerator):
                 # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
                 self._generator.completion_batch_size = 0 if self._first_is_due else self._sizes["completion_batch_size"]
@@ -183,7 +218,7 @@ class Worker:
         if self._sharded is None:
             return
         for response in responses:
-            if response.uid in self._with_logprobs:
+            if self._running[response.uid].logprobs:
                 response.logprobs = self._sharded.gathered(response.logprobs)
         mx.eval([response.logprobs for response in responses])
 
@@ -225,33 +260,54 @@ class Worker:
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
-            stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
+            stop_sequences=[_Stops([*eos, *map(tuple, request.stop)], prompt[len(prompt) - request.generated :])],
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
-        self._kinds[uid] = kinds[::-1]
-        if request.logprobs:
-            self._with_logprobs.add(uid)
+        self._running[uid] = _Running(kinds[::-1], request.tokens, request.logprobs, grammar)
+        self._make_room()
         return cached
+
+    def _grammar_of(self, request: Admission) -> GrammarProcessor | None:
+        if not request.grammar:
+            return None
+        text = request.grammar.decode(errors="replace")
+        return GrammarProcessor(text, self._grammar_tokenizer, len(request.prompt) - request.generated)
+
+    def _drop(self, numbers: list[int]) -> None:
+        """Ends requests. What is computed of them is kept: they may come again, with what they have generated."""
+        computed = self._generator.remove(numbers, return_prompt_caches=True)
+        self._forget(numbers)
+        for cache, tokens in computed.values():
+            if tokens:
+                self._insert(tokens, cache, "assistant")
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._running[number]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))
 
     def _keep(self, outcome: Outcome) -> None:
         """Puts what is computed of prompts, and finished requests, in the prefix cache; as mlx-lm's server does."""
         ended = [
             response.uid
             for response in outcome.prefill
-            if response.end_of_segment and not response.end_of_prompt and self._kinds[response.uid]
+            if response.end_of_segment and not response.end_of_prompt and self._running[response.uid].kinds
         ]
         for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
-            self._insert(tokens, cache, self._kinds[uid].pop())
-        for response in outcome.tokens:
-            if response.finish_reason is not None:
-                self._insert(response.all_tokens, response.prompt_cache, "assistant")
-                del self._kinds[response.uid]
-                self._with_logprobs.discard(response.uid)
-                grammar = self._grammars.pop(response.uid, None)
-                has_ended = response.token in self._tokenizer.eos_token_ids
-                if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
-                    outcome.failed[response.uid] = reason
+            self._insert(tokens, cache, self._running[uid].kinds.pop())
+        finished = [response for response in outcome.tokens if response.finish_reason is not None]
+        for response in finished:
+            grammar = self._running[response.uid].grammar
+            has_ended = response.token in self._tokenizer.eos_token_ids
+            if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
+                outcome.failed[response.uid] = reason
+        self._forget([response.uid for response in finished])
+        for response in finished:
+            self._insert(response.all_tokens, response.prompt_cache, "assistant")
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch

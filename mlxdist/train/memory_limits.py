@@ -8,6 +8,7 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.facts.memory import memory_now
+from mlxdist.runtime.device_memory import device_limit
 
 __all__ = ["MemoryLimits"]
 
@@ -49,11 +50,7 @@ class MemoryLimits:
 
 
 def _device_left() -> float:
-    limit = mx.get_memory_limit()
-    recommended = mx.device_info().get("max_recommended_working_set_size")  # of a Mac's GPU; MLX's limit is above it
-    if isinstance(recommended, int):
-        limit = min(limit, recommended)
-    return float(limit - mx.get_active_memory())
+    return float(device_limit() - mx.get_active_memory())
 
 
 def _host_share() -> float:

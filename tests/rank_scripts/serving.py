@@ -1,6 +1,6 @@
 """Counts what the loop of `mlxdist serve` communicates, without HTTP: one broadcast of 1 KiB per step, and the model's.
 
-Arguments: the model's folder; "diverge" where rank 1 is to sample with another seed.
+Arguments: the model's folder; "diverge" where rank 1 is to sample with another seed; "full" where it has no memory.
 """
 
 import sys
@@ -14,6 +14,7 @@ from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 import mlxdist
 from mlxdist.nn import load_sharded
 from mlxdist.serve.decisions import FRAME, Admission, Decisions
+from mlxdist.serve.memory import tokens_that_fit
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
 from mlxdist.serve.worker import BatchLimits, Worker
@@ -21,6 +22,9 @@ from mlxdist.serve.worker import BatchLimits, Worker
 group = mlxdist.init()
 own = group.split(0)
 model, tokenizer = load_sharded(sys.argv[1], group)
+if "full" in sys.argv[2:]:
+    mx.set_memory_limit(1 if group.rank() == 1 else 1 << 30)
+    tokens_that_fit(model, 8, 64, group)
 worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=64))
 
 
@@ -91,6 +95,6 @@ if group.rank() == 0:
 for number in range(25, 28):
     step(number)
 if group.rank() == 0:
-    assert short.generated == 1 and long.generated == 0, (short.generated, long.generated)
+    assert len(short.generated) == 1 and not long.generated, (short.generated, long.generated)
     assert before >= 3 and long.events.qsize() == before + 2, (before, long.events.qsize())
 print(f"{alone} collectives of the model and 1 of the server in a step: ok")

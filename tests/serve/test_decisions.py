@@ -38,8 +38,9 @@ def admissions(draw):
     prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
     stop = draw(st.lists(st.lists(UINT32, min_size=1, max_size=4), max_size=3))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
+    generated = draw(st.integers(0, size - 1))
     more = draw(st.booleans()), draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
-    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, *more)
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, *more, generated)
 
 
 DECISIONS = st.builds(
@@ -78,7 +79,8 @@ def test_the_largest_message_fits_in_what_is_announced():
     """FRAME bytes hold all but what admitted requests bring."""
     most = replace(
         PLAIN,
-        segments=[("system", 1), ("user", 1), ("assistant", 1)],
+        segments=[("system", 1), ("user", 1), ("assistant", 1), ("assistant", 1)],
+        prompt=[1, 2, 3, 4],
         stop=[[1] * (MAX_STOP_TOKENS // MAX_STOPS)] * MAX_STOPS,
         logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
         grammar=b"x" * MAX_GRAMMAR,
@@ -96,6 +98,7 @@ def test_the_largest_message_fits_in_what_is_announced():
         {"segments": [("user", 2)]},
         {"segments": []},
         {"max_tokens": 0},
+        {"generated": 3},
         {"stop": [[]]},
         {"stop": [[1]] * (MAX_STOPS + 1)},
         {"stop": [[1] * (MAX_STOP_TOKENS + 1)]},

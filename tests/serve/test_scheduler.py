@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from serving import PLAIN
@@ -11,10 +12,11 @@ from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, Decision
 from mlxdist.serve.limits import Refusal
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
+from mlxdist.serve.worker import Outcome
 
 
-def scheduler_of(places=8, max_queue=8):
-    return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics())
+def scheduler_of(places=8, max_queue=8, **options):
+    return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics(), **options)
 
 
 def request(tokens=3, timeout=60.0, is_connected=lambda: True, priority=0):
@@ -72,7 +74,8 @@ def test_places():
     for _ in range(3):
         scheduler.submit(request())
     assert [admitted(each) for each in steps(scheduler, 3)] == [[0, 1], [], []]
-    assert scheduler.gauges() == {"running": 2, "queued": 1}
+    gauges = scheduler.gauges()
+    assert (gauges["running"], gauges["queued"]) == (2, 1)
 
 
 def test_a_full_queue_is_a_429_that_changes_nothing():
@@ -106,6 +109,42 @@ def test_a_level_of_priority_is_worth_a_minute_of_waiting(monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
         scheduler.submit(request(tokens, timeout=600, priority=priority))
     assert lengths(scheduler.decide(0, FRAME, 0)) == [2, 1, 3, 4]
+
+
+def test_requests_wait_for_memory():
+    """PLAIN has answers of 5 tokens; a batch has as many tokens of each request as of the longest."""
+    scheduler = scheduler_of(max_total_tokens=30)
+    for tokens in (5, 5, 10, 1):
+        scheduler.submit(request(tokens))
+    assert lengths(scheduler.decide(0, FRAME, 0)) == [5, 5]
+    assert scheduler.gauges()["reserved_tokens"] == 20
+    assert lengths(scheduler.decide(1, FRAME, 0)) == []  # 3 times 15 are 45; and the last one overtakes none
+
+
+def generate(scheduler, *tokens):
+    """A step in which each request that runs gets the next of these tokens."""
+    made = [SimpleNamespace(uid=number, token=token, finish_reason=None) for number, token in tokens]
+    scheduler.deliver(Outcome(tokens=made))
+
+
+@pytest.mark.parametrize("limit", [{"places": 2}, {"max_total_tokens": 16}])
+def test_a_request_preempts_those_that_come_after_it(limit):
+    scheduler = scheduler_of(**limit)
+    for priority in (0, 3):
+        scheduler.submit(request(3, priority=priority))
+    steps(scheduler, 1)
+    generate(scheduler, (0, 50), (1, 60))
+    generate(scheduler, (0, 51), (1, 61))
+    for tokens, priority in ((2, 1), (1, 1)):
+        scheduler.submit(request(tokens, priority=priority))
+    decisions = scheduler.decide(1, FRAME, 0)
+    assert (decisions.cancel, admitted(decisions), lengths(decisions)) == ([1], [2], [2])
+    assert steps(scheduler, 2)[-1].cancel == []  # of equal priority none takes the place of another
+    made = [SimpleNamespace(uid=number, token=70, finish_reason="stop") for number in (0, 2)]
+    scheduler.deliver(Outcome(tokens=made))
+    _, again = decisions = scheduler.decide(2, FRAME, 0).admit
+    assert (again.prompt, again.generated, again.max_tokens, again.number) == ([1, 1, 1, 60, 61], 2, 3, 4)
+    assert again.segments == [("user", 3), ("assistant", 2)]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected", "late"])
@@ -149,7 +188,8 @@ def test_a_request_that_leaves_the_queue_is_never_admitted():
     leaving.cancel()
     assert [admitted(each) for each in steps(scheduler, 2)] == [[], []]
     assert leaving.events.get_nowait().status == 499
-    assert scheduler.gauges() == {"running": 1, "queued": 1}
+    gauges = scheduler.gauges()
+    assert (gauges["running"], gauges["queued"]) == (1, 1)
 
 
 @pytest.mark.parametrize("end", ["stop", "fail"])
@@ -169,7 +209,7 @@ def test_the_end_is_told_to_all_requests(end):
         assert refusal.status == 503 and str(refusal) == scheduler.unavailable
     with pytest.raises(Refusal, match="the server"):
         scheduler.submit(request())
-    assert scheduler.gauges() == {"running": 0, "queued": 0}
+    assert not any(scheduler.gauges().values())
 
 
 def test_an_idle_server_waits_for_a_request_or_a_heartbeat():

@@ -18,6 +18,7 @@ from serving import NOT_BATCHED, PLAIN, save_model_folder
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
 from mlxdist.serve.prefix_cache import PrefixCache
+from mlxdist.serve.scheduler import Request
 from mlxdist.serve.worker import BatchLimits, Worker
 
 SAMPLED = replace(PLAIN.sampling, temperature=0.8, top_p=0.95)
@@ -95,6 +96,42 @@ def test_a_cancelled_request_leaves_the_others_alone(loaded):
         found += [response.token for response in outcome.tokens if response.uid == 0]
         assert step < 6 or all(response.uid == 0 for response in outcome.tokens)
     assert found == expected
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 7, 11])
+def test_a_request_that_is_preempted_goes_on_with_the_tokens_it_would_have_had(loaded, after):
+    """So do its samples, its penalties, and a stop word of which it has generated the beginning."""
+    prompt, penalties = list(range(40)), replace(PLAIN.logits, repetition_penalty=1.3, presence_penalty=0.5)
+    whole = admission(0, prompt, sampling=replace(SAMPLED, xtc_probability=0.3), seed=5, logits=penalties)
+    expected = alone(loaded, whole)
+    whole = replace(whole, stop=[expected[10:14]])
+    worker, request = Worker(*loaded, BatchLimits(prefill_step_size=16)), Request(whole, lambda: True, timeout=60)
+    other = admission(1, [9, 8, 7])
+    admit, cancel, tokens, step = [whole], [], {0: request.generated, 1: []}, 0
+    while len(tokens[1]) < 20 or len(request.generated) < 14:
+        if step == 4 + after:
+            request.preempt()
+            cancel, admit = [0], [other]
+        elif step == 7 + after:
+            tokens[2] = request.generated
+            admit = [replace(request.admission, number=2)]
+        outcome = worker.step(Decisions(step, worker.digest, cancel, admit))
+        for response in outcome.tokens:
+            tokens[response.uid].append(response.token)
+        admit, cancel, step = [], [], step + 1
+    assert request.generated == expected[:14] and tokens[1] == alone(loaded, other)
+
+
+def test_running_requests_take_the_room_of_the_prefix_cache(loaded):
+    """On all ranks in the same step: it follows from what is admitted."""
+    worker = Worker(*loaded, BatchLimits(max_total_tokens=150))
+    for number in range(2):
+        run(worker, [admission(number, [number] * 30)])
+    assert worker.cache.tokens == 2 * (30 + 20)
+    worker.step(Decisions(9, worker.digest, admit=[admission(2, [2] * 60)]))
+    assert 0 < worker.cache.tokens <= 150 - (60 + 20)
+    worker.step(Decisions(10, worker.digest, cancel=[2]))
+    assert worker.cache.room == 150
 
 
 def test_a_long_prompt_holds_up_the_others_for_a_chunk_at_a_time(loaded):

@@ -1,0 +1,75 @@
+"""For how many tokens of KV caches every rank has memory.
+
+Ranks are unequal, in shares and in memory, and admit the same requests: they agree on the tokens of the smallest.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_identity import host_identity
+from mlxdist.nn.rank_checks import agree, texts
+from mlxdist.runtime.device_memory import device_limit
+from mlxdist.runtime.group import Group
+
+__all__ = ["UNLIMITED", "reserved", "tokens_that_fit"]
+
+UNLIMITED = 1 << 62
+_SHARE = 0.9  # of the device's memory; what a step computes has the rest
+
+
+def reserved(needs: Collection[int]) -> int:
+    """Tokens of the KV caches of a batch whose requests come to have ``needs`` tokens.
+
+    They are one array, in which each has as many as the longest.
+    """
+    return len(needs) * max(needs, default=0)
+
+
+def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -> int:
+    """Tokens of KV caches that the rank with the least room has memory for, beside its weights. Collective.
+
+    Args:
+        requests: for which there is memory for what does not grow with tokens: sliding windows, states of linear
+            attention.
+        chunk: tokens that a sliding window may have beyond its size.
+
+    Raises:
+        InvalidArgument: on every rank, where one has room for none.
+    """
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
+    sizes = [_sizes(cache, chunk) for cache in caches]
+    per_token, fixed = sum(size for size, _ in sizes), sum(size for _, size in sizes)
+    del caches
+    neighbors = texts(host_identity(), group).count(host_identity())
+    left = int(_SHARE * device_limit() / neighbors - mx.get_active_memory() - fixed * requests)
+    fit = min(int(left / per_token), UNLIMITED) if per_token else UNLIMITED
+    found = agree("serve", group, None, {}, [fit, left])
+    rank = int(found[:, 0].argmin())
+    tokens, left = map(int, found[rank])
+    if tokens < 2 or left < 0:
+        raise InvalidArgument(
+            f"serve: rank {rank} has {left / 1e9:.2f} GB left for KV caches beside its weights; share the model over "
+            "more ranks, lower --decode-concurrency or --prompt-cache-size, or give --max-total-tokens"
+        )
+    return tokens
+
+
+def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
+    """Bytes for each token of a request, and those that all its tokens share."""
+    if isinstance(cache, CacheList):
+        sizes = [_sizes(part, chunk) for part in cache.caches]
+        return sum(size for size, _ in sizes), sum(size for _, size in sizes)
+    if not cache.nbytes:  # of a layer of another stage; the adapters of rows
+        return 0, 0
+    if isinstance(cache, ArraysCache):
+        return 0, cache.nbytes
+    leaves: Any = tree_flatten(cache.keys)  # several, where they are quantized
+    each = cache.nbytes / leaves[0][1].shape[-2]
+    return (0, each * (cache.max_size + chunk)) if isinstance(cache, RotatingKVCache) else (each, 0)
