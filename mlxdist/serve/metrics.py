@@ -17,6 +17,7 @@ _HELP = {
     "running": "Requests in the batch.",
     "queued": "Requests that wait for a place in it.",
     "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
+    "active_memory_bytes": "Memory that MLX uses on rank 0: weights, caches and what is being computed.",
 }
 
 

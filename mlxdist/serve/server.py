@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
@@ -176,7 +177,8 @@ def _context(directory: Path, given: int | None) -> int:
 
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
-    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
+    memory = mx.get_active_memory()
+    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens, "active_memory_bytes": memory}
 
 
 def _report(report: LoadReport, group: Group) -> None:
