@@ -35,6 +35,7 @@ def test_serve(tmp_path):
 
 def test_what_is_rejected():
     assert "together are more than --max-context" in bench("serve", "--answer-tokens", "2000", status=2).stderr
+    assert "there is no /no/model" in bench("serve", "/no/model", status=2).stderr
     assert "'gloo' is not one of" in bench("serve", "--servers", "gloo", status=2).stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import tempfile
 import time
@@ -15,7 +14,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from mlxdist.base.errors import ResourceError
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.model_directory import model_directory
 from mlxdist.launch.run_job import host_arguments
 
 from .machine import describe_command
@@ -93,6 +93,10 @@ def serve(
         raise click.UsageError("give MODEL, which every host has; the one that is made is on this machine alone")
     if numbers["prompt_tokens"] + numbers["answer_tokens"] > numbers["max_context"]:
         raise click.UsageError("--prompt-tokens and --answer-tokens together are more than --max-context")
+    try:
+        found_model = model and model_directory(model).absolute()
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
     begin, setup = time.monotonic(), describe_command()
     described = {"model": Path(model).name} if model else {"hidden": hidden, "layers": layers}
     made = [_load(name, described, seed, **numbers) for name in loads]
@@ -101,7 +105,7 @@ def serve(
             from .byte_model import save_byte_model
 
             save_byte_model(Path(directory), hidden, layers)
-        job = Job(model or directory, where, runner.pinned, ONE_THREAD)
+        job = Job(str(found_model or directory), where, runner.selection.python, runner.pinned, ONE_THREAD)
         reference, expected = _reference(runner, job.model, made)
         rows, absent = _measure(runner, job, servers, made, expected, Path(directory, "server.log"))
     found = reference | {"rows": [rows], "absent": absent}
@@ -152,7 +156,7 @@ def _where(runner: Runner) -> Iterator[list[str]]:
     if not is_this_machine(first):
         raise click.UsageError(f"rank 0 would be on {first}, and its server has to be on this machine")
     with host_arguments(runner.selection) as words:
-        yield words
+        yield [*words, "--cwd", "/"]  # the directory of this process may not exist there
 
 
 def _reference(runner: Runner, model: str, loads: Sequence[Load]) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
@@ -189,12 +193,14 @@ class _Seen:
 
         from .timing import quantiles
 
-        seconds = {
-            FIRST_TOKEN: [answer.first for answer in self.answers],
-            NEXT_TOKEN: [gap for answer in self.answers for gap in answer.gaps] or [math.nan],
+        gaps = [gap * 1e6 for answer in self.answers for gap in answer.gaps]
+        times = {
+            ALL_TOKENS: self.each,
+            FIRST_TOKEN: [answer.first * 1e6 for answer in self.answers],
+            NEXT_TOKEN: gaps or [0.0],
         }
-        times = {ALL_TOKENS: self.each} | {key: [each * 1e6 for each in row] for key, row in seconds.items()}
         why = f"{self.wrong} of {len(self.answers)} answers are wrong" if self.wrong else None
+        why = why or (None if gaps else "no answer has two tokens")
         shared = {"variant": name, "wrong": self.wrong, "refused": why, "answers": len(self.answers)}
         shared["certain"] = sum(each["certain"] == len(each["answer"]) for each in self.expected)
         shared["questions"] = len(self.expected)

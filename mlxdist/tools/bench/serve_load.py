@@ -64,7 +64,7 @@ def ask_all(port: int, bodies: Sequence[dict[str, Any]], times: Sequence[float])
     Returns the answers, and the seconds from the first time to the last token.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError: a request has failed.
+        OSError, http.client.HTTPException, json.JSONDecodeError: a request has failed.
     """
     start = time.perf_counter() + _HEAD_START
     with ThreadPoolExecutor(len(bodies)) as threads:

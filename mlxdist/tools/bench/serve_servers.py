@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,14 +39,16 @@ class Job:
     """How servers are started.
 
     Attributes:
-        model: a directory, or the name of a model.
+        model: a directory, on every host.
         where: the launcher's options for hosts and ranks.
+        python: that of other hosts, or empty for this one.
         pinned: whether each rank has a core of its own.
         variables: set for the ranks.
     """
 
     model: str
     where: Sequence[str]
+    python: str
     pinned: bool
     variables: Mapping[str, str]
 
@@ -54,7 +57,10 @@ class Job:
         module = "mlxdist" if name == OURS else "mlx_lm"
         words = ["serve", self.model] if name == OURS else ["server", "--model", self.model]
         arguments = [module, *words, "--host", HOST, "--port", str(port)]
-        program = code_command(_PINNED, *arguments) if self.pinned else module_command(*arguments)
+        if self.pinned:
+            program = code_command(_PINNED, *arguments, python=self.python)
+        else:
+            program = module_command(*arguments, python=self.python)
         where = ["-n", "1"] if name == ALONE else self.where
         return job_command(program, where, self.variables, ["--backend", "ring"] if name == RING else [])
 
@@ -77,7 +83,7 @@ def running(job: Job, name: str, log: Path) -> Iterator[int]:
         try:
             _wait_until_ready(process, port)
             yield port
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
             status = process.poll()
             ended = "" if status is None else f"; it has ended with status {status}: {_last_line(log)}"
             raise ResourceError(f"{error or type(error).__name__}{ended}") from None
