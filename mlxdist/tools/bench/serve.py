@@ -255,15 +255,12 @@ def _round(job: Job, name: str, seen: Sequence[_Seen], log: Path) -> None:
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
-    columns = ["server", "tokens/s"]
-    columns += [f"{key}, ms: {percent}" for key in (FIRST_TOKEN, NEXT_TOKEN) for percent in ("p50", "p95", "p99")]
+    columns = ["server", "tokens/s", *(f"{key}, ms\np50 / p95 / p99" for key in (FIRST_TOKEN, NEXT_TOKEN))]
     rows = by_case(results)
     for throughput, first, following in zip(rows[::3], rows[1::3], rows[2::3]):
         cells = []
         for name, result in throughput.items():
-            times = [each[name]["microseconds"] for each in (first, following)]
-            milliseconds = [f"{t[q] / 1e3:.1f}" if t else "" for t in times for q in _PERCENTILES]
-            cells.append([name, _per_second(result), *milliseconds])
+            cells.append([name, _per_second(result), *(_milliseconds(each[name]) for each in (first, following))])
         one = next(iter(throughput.values()))
         title = case_name(one["case"] | {"operation": "requests"})
         console.print(table_of(f"{title}, on {results['setup']['ranks']} ranks", columns, cells))
@@ -272,6 +269,11 @@ def _show(results: dict[str, Any], console: Console) -> None:
                 f"{one['certain']} of {one['questions']} answers are compared to their end, the others up to the first "
                 "token to which another one comes close."
             )
+
+
+def _milliseconds(result: Result) -> str:
+    times = result["microseconds"]
+    return " / ".join(f"{times[name] / 1e3:.1f}" for name in _PERCENTILES) if times else ""
 
 
 def _per_second(result: Result) -> str:

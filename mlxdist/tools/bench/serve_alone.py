@@ -17,7 +17,7 @@ from .timing import exchange
 __all__ = ["Alone"]
 
 # Two logits that are closer than this may change places with the batch, or with the number of ranks.
-_CLOSE_FLOAT32, _CLOSE = 1e-3, 0.25
+_CLOSE_FLOAT32, _CLOSE = 1e-4, 0.25
 
 
 class Alone:

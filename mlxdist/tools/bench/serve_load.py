@@ -30,7 +30,7 @@ class Answer:
     Attributes:
         text: of all events.
         tokens: as the server counts them.
-        first: seconds from when the request should have been sent to the first event with text.
+        first: seconds from when the request should have been sent to the first event with text, or else to the end.
         gaps: seconds between one such event and the next.
         end: of the last one, in seconds of time.perf_counter.
     """
@@ -75,7 +75,7 @@ def ask_all(port: int, bodies: Sequence[dict[str, Any]], times: Sequence[float])
 def ask(port: int, body: dict[str, Any], when: float) -> Answer:
     """The answer to a request that is sent at ``when``. Errors as of `ask_all`; ConnectionError: it is not ready."""
     time.sleep(max(0.0, when - time.perf_counter()))
-    answer, last = Answer(), when
+    answer, last, done = Answer(), when, 0.0
     with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=SILENCE)) as connection:
         words = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
         connection.request("POST", "/v1/completions", words, {"Content-Type": "application/json"})
@@ -86,7 +86,9 @@ def ask(port: int, body: dict[str, Any], when: float) -> Answer:
         for line in response:
             now = time.perf_counter()
             event = line.removeprefix(b"data: ").strip()
-            if not line.startswith(b"data: ") or event == b"[DONE]":
+            if event == b"[DONE]":
+                done = now
+            if not line.startswith(b"data: ") or done:
                 continue
             found = json.loads(event)
             if "error" in found:
@@ -99,6 +101,8 @@ def ask(port: int, body: dict[str, Any], when: float) -> Answer:
                     answer.first = now - when
                 answer.text += text
                 answer.end = last = now
-    if not answer.text or not answer.tokens:
+    if not done or not answer.tokens:
         raise http.client.HTTPException("the answer broke off")
+    if not answer.text:  # its first token is the one that ends it
+        answer.first, answer.end = done - when, done
     return answer
