@@ -27,6 +27,7 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
+    parser.addoption("--soak", type=float, default=60, metavar="SECONDS", help="how long a server is under load")
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves

@@ -18,6 +18,6 @@ def module_command(module: str, *arguments: str, python: str = "") -> list[str]:
     return [python or sys.executable, "-P", "-m", module, *arguments]
 
 
-def code_command(code: str, *arguments: str) -> list[str]:
-    """Runs a few lines of mlxdist's own code."""
-    return [sys.executable, "-P", "-c", code, *arguments]
+def code_command(code: str, *arguments: str, python: str = "") -> list[str]:
+    """Runs a few lines of mlxdist's own code; ``python`` as of `module_command`."""
+    return [python or sys.executable, "-P", "-c", code, *arguments]

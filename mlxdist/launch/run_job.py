@@ -21,7 +21,7 @@ from mlxdist.base.errors import ResourceError
 if TYPE_CHECKING:
     from mlxdist.cluster.hostfile.options import HostSelection
 
-__all__ = ["JobResult", "host_arguments", "run_command", "run_job"]
+__all__ = ["JobResult", "host_arguments", "job_command", "run_command", "run_job"]
 
 _READ_BYTES = 1 << 16
 _MARGIN = 30.0  # seconds for the launcher to start, and to end the job
@@ -59,15 +59,25 @@ def run_job(
         timeout: seconds until the launcher ends the job, with status 124.
         on_line, silence: see `run_command`.
     """
+    words = [*options, *(["--cwd", directory] if directory else [])]
+    words += [] if prefix else ["--no-prefix"]
+    words += ["--timeout", f"{timeout:g}"] if timeout is not None else []
+    command, environment = job_command(program, where, variables, words)
+    seconds = None if timeout is None else timeout + _MARGIN
+    return run_command(command, environment, seconds, on_line, silence)
+
+
+def job_command(
+    program: Sequence[str],
+    where: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """The launcher's command line and environment; arguments as of `run_job`."""
     variables = variables or {}
     command = module_command("mlxdist", "launch", *where, *options)
-    command += ["--cwd", directory] if directory else []
-    command += [] if prefix else ["--no-prefix"]
-    command += ["--timeout", f"{timeout:g}"] if timeout is not None else []
     command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    environment = {name: value for name, value in os.environ.items() if name not in variables}
-    seconds = None if timeout is None else timeout + _MARGIN
-    return run_command([*command, "--", *program], environment, seconds, on_line, silence)
+    return [*command, "--", *program], {name: value for name, value in os.environ.items() if name not in variables}
 
 
 def run_command(

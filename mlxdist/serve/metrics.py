@@ -21,6 +21,7 @@ _HELP = {
     "queued": "Requests that wait for a place in it.",
     "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
     "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
+    "active_memory_bytes": "Memory that MLX uses on rank 0: weights, caches and what is being computed.",
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
@@ -188,4 +189,5 @@ def _context(directory: Path, options: ServeOptions) -> int:
 
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
-    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
+    memory = mx.get_active_memory()
+    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens, "active_memory_bytes": memory}

@@ -25,10 +25,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, save_config, save_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mlxdist.serve.decisions import Admission
+from mlxdist.tools.bench.byte_model import save_byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
 VOCABULARY = 259  # a token for every byte, one for the end, two of the template
@@ -70,14 +69,7 @@ def save_model_folder(
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
     save_config(config | fields, folder / "config.json")
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "<|message|>", "<|tool|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<|end|>", "additional_special_tokens": ["<|message|>", "<|tool|>"]}
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    saved.chat_template = TEMPLATE
-    saved.save_pretrained(folder)
+    save_byte_tokenizer(folder, "<|end|>", ["<|message|>", "<|tool|>"], TEMPLATE)
     return folder
 
 

@@ -11,7 +11,21 @@ import click
 
 __all__ = ["bench"]
 
-BENCHMARKS = ("checkpoint", "collectives", "compare", "cp", "dp", "ep", "fsdp", "kv", "pp", "report", "suite", "tp")
+BENCHMARKS = (
+    "checkpoint",
+    "collectives",
+    "compare",
+    "cp",
+    "dp",
+    "ep",
+    "fsdp",
+    "kv",
+    "pp",
+    "report",
+    "serve",
+    "suite",
+    "tp",
+)
 
 
 class Benchmarks(click.Group):

@@ -127,7 +127,7 @@ def slowest(samples: np.ndarray, world: mlxdist.Group) -> np.ndarray:
 
 def quantiles(samples: np.ndarray) -> dict[str, float]:
     """Of all samples; and how many those are, as "count"."""
-    percents = {"median": 50, "p10": 10, "p90": 90, "p99": 99, "min": 0, "max": 100}
+    percents = {"median": 50, "p10": 10, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
     found = np.percentile(samples, list(percents.values())).tolist()
     return dict(zip(percents, found)) | {"count": samples.size}
 

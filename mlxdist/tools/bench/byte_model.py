@@ -1,0 +1,47 @@
+"""A directory of mlx-lm with a model of random weights, and a tokenizer that has a token for each byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.utils import save_config, save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from .pipelines import make_qwen2
+
+__all__ = ["save_byte_model", "save_byte_tokenizer"]
+
+_END = "<|end|>"
+_VISIBLE = ord("~") - ord("!") + 1  # ASCII characters but for the space; their tokens are the first ones
+
+
+def save_byte_model(directory: Path, hidden: int, layers: int) -> None:
+    """Qwen2 in float32, with weights so large that an answer depends on the prompt.
+
+    Each token of an answer is one visible ASCII character, so that a stream has an event for each, and none is the
+    end: answers have as many tokens as are asked for.
+    """
+    model = make_qwen2(hidden, layers, 256 + 1)
+    model.update(tree_map(lambda array: array * 2, model.parameters()))
+    model.lm_head.weight[_VISIBLE:] = 0  # never the largest logit
+    mx.eval(model.parameters())
+    save_model(directory, model)
+    save_config(dataclasses.asdict(model.args), directory / "config.json")
+    save_byte_tokenizer(directory, _END)
+
+
+def save_byte_tokenizer(directory: Path, end: str, others: Sequence[str] = (), template: str | None = None) -> None:
+    """Tokens 0 to 255 are bytes, in the order of the characters that stand for them; then ``end``, and others."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), end, *others]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, additional_special_tokens=list(others), chat_template=template
+    )
+    saved.save_pretrained(directory)

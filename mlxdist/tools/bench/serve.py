@@ -1,0 +1,282 @@
+"""`mlxdist bench serve`: `mlxdist serve` and mlx_lm.server under the same load."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.model_directory import model_directory
+from mlxdist.launch.run_job import host_arguments
+
+from .machine import describe_command
+from .results import Result, Target, by_case, case_name, spread, table_of
+from .runner import ONE_THREAD, Report, Runner, benchmark, progress_bar, require_package
+from .serve_load import ANSWER_SIGMA, PROMPT_SIGMA, Answer, arrivals, ask_all, lengths
+from .serve_servers import ALONE, MLX_LM, OURS, RING, Job, running
+from .sizes import names_of
+
+__all__ = ["serve", "targets"]
+
+SERVERS = (OURS, MLX_LM, RING, ALONE)
+LOADS = ("streams", "arrivals")
+ALL_TOKENS, FIRST_TOKEN, NEXT_TOKEN = "tokens", "first token", "next token"
+AS_FAST, FASTER_THAN_RING = 1.0, 1.5
+WARM_UP = 8  # requests at once, which a server answers before those that count
+_PERCENTILES = ("median", "p95", "p99")
+_COUNT = click.IntRange(1, 4096)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests and when they arrive, in seconds; ``questions`` are those of `serve_alone.Alone`."""
+
+    case: dict[str, Any]
+    times: list[float]
+    questions: list[dict[str, Any]]
+
+
+@benchmark(repeats=5)
+@click.argument("model", default="")
+@click.option("--load", "loads", type=names_of(LOADS), default="all", help=f"{', '.join(LOADS)}.")
+@click.option("--servers", type=names_of(SERVERS), default="all", help=f"Of {', '.join(SERVERS)}.")
+@click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at a time.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="Arrivals per second."
+)
+@click.option("--requests", type=click.IntRange(1, 1000), default=32, show_default=True, help="That arrive.")
+@click.option("--prompt-tokens", type=_COUNT, default=161, show_default=True, help="Mean of prompts.")
+@click.option("--answer-tokens", type=_COUNT, default=338, show_default=True, help="Mean of answers.")
+@click.option("--max-context", type=click.IntRange(2), default=2048, show_default=True, help="Tokens of both at most.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, lengths and prompts.")
+@click.option("--hidden", type=click.IntRange(128, 65536), default=512, show_default=True, help="Without MODEL.")
+@click.option("--layers", type=click.IntRange(1, 256), default=8, show_default=True, help="Without MODEL.")
+def serve(
+    runner: Runner,
+    model: str,
+    loads: list[str],
+    servers: list[str],
+    hidden: int,
+    layers: int,
+    seed: int,
+    **numbers: Any,
+) -> Report:
+    """Time the answers of `mlxdist serve`, and of mlx_lm.server on the same ranks.
+
+    \b
+        mlxdist bench serve
+        mlxdist bench serve models/qwen --hostfile rmlx-hosts.json --rate 0.5 --requests 100
+
+    "streams": --streams requests at once, of the same lengths. "arrivals": an open loop, in which requests arrive at
+    random (Poisson) whether or not others have been answered; --rate inf for all at once. Their lengths are log-normal,
+    by default with ShareGPT's means. Servers: `mlxdist serve` ("mlxdist"), mlx_lm.server on mlxdist's group ("mlx-lm"),
+    on MLX's ring ("ring"), and on one process ("alone"). They run one after the other, --repeats times.
+
+    MODEL is a model of mlx-lm as for `mlxdist serve`; without it, Qwen2 with random weights in float32. Requests are
+    greedy, as mlx_lm.server samples by a state that all requests share, and each answer is compared with that of mlx-lm
+    on one process. The server of rank 0 has to be on this machine.
+
+    The exit status is 1 if an answer was wrong, `mlxdist serve` has failed, or a file is not written. Another server
+    that fails is left out, with the reason.
+    """
+    require_package("mlx_lm", "lm")
+    if runner.selection.hostfile is not None and not model:
+        raise click.UsageError("give MODEL, which every host has; the one that is made is on this machine alone")
+    if numbers["prompt_tokens"] + numbers["answer_tokens"] > numbers["max_context"]:
+        raise click.UsageError("--prompt-tokens and --answer-tokens together are more than --max-context")
+    try:
+        found_model = model and model_directory(model).absolute()
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    begin, setup = time.monotonic(), describe_command()
+    described = {"model": Path(model).name} if model else {"hidden": hidden, "layers": layers}
+    made = [_load(name, described, seed, **numbers) for name in loads]
+    with tempfile.TemporaryDirectory(prefix="mlxdist-bench-") as directory, _where(runner) as where:
+        if not model:
+            from .byte_model import save_byte_model
+
+            save_byte_model(Path(directory), hidden, layers)
+        job = Job(str(found_model or directory), where, runner.selection.python, runner.pinned, ONE_THREAD)
+        reference, expected = _reference(runner, job.model, made)
+        rows, absent = _measure(runner, job, servers, made, expected, Path(directory, "server.log"))
+    found = reference | {"rows": [rows], "absent": absent}
+    results = runner.results([found], [load.case for load in made], setup | {"seconds": time.monotonic() - begin})
+    results["targets"] = [target.judged() for target in targets(results)]
+    return Report(results, _show)
+
+
+def targets(results: dict[str, Any]) -> list[Target]:
+    found = []
+    for row in by_case(results):
+        case = next(iter(row.values()))["case"]
+        if case["operation"] == ALL_TOKENS and "streams" in case:
+            for other, bound in ((MLX_LM, AS_FAST), (RING, FASTER_THAN_RING)):
+                found.append(Target.slower(case_name(case), row, OURS, [other], bound))
+    return found
+
+
+def _load(name: str, described: dict[str, Any], seed: int, **numbers: Any) -> Load:
+    means = {"prompt": numbers["prompt_tokens"], "answer": numbers["answer_tokens"]}
+    if name == "streams":
+        count = numbers["streams"]
+        case = {"streams": count}
+        times, sizes = [0.0] * count, [tuple(means.values())] * count
+    else:
+        count, context = numbers["requests"], numbers["max_context"]
+        case = {"rate": f"{numbers['rate']:g}/s", "requests": count}
+        times = arrivals(numbers["rate"], count, seed)
+        prompts = lengths(means["prompt"], PROMPT_SIGMA, count, context // 2, f"prompts {seed}")
+        answers = lengths(means["answer"], ANSWER_SIGMA, count, context // 2, f"answers {seed}")
+        sizes = list(zip(prompts, answers))
+    questions = [
+        {"name": f"{name} {seed} {number}", "prompt_tokens": prompt, "answer_tokens": answer}
+        for number, (prompt, answer) in enumerate(sizes)
+    ]
+    return Load(case | described | means, times, questions)
+
+
+@contextlib.contextmanager
+def _where(runner: Runner) -> Iterator[list[str]]:
+    """The launcher's options for the ranks."""
+    if runner.selection.hostfile is None:
+        yield ["-n", str(runner.ranks)]
+        return
+    from mlxdist.cluster.ssh.ssh import is_this_machine
+
+    first = runner.selection.hosts()[0].name
+    if not is_this_machine(first):
+        raise click.UsageError(f"rank 0 would be on {first}, and its server has to be on this machine")
+    with host_arguments(runner.selection) as words:
+        yield [*words, "--cwd", "/"]  # the directory of this process may not exist there
+
+
+def _reference(runner: Runner, model: str, loads: Sequence[Load]) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """What the ranks say of the run, and of each load the answers of one process."""
+    questions = [question for load in loads for question in load.questions]
+    shared = [{"questions": questions[at : at + runner.ranks]} for at in range(0, len(questions), runner.ranks)]
+    job = runner.job("mlxdist.tools.bench.serve_alone:Alone", shared, variables=ONE_THREAD, model=model)
+    answers = iter([answer for row in job["rows"] for answer in row])
+    return job, [[next(answers) for _ in load.questions] for load in loads]
+
+
+class _Seen:
+    """What clients have seen of a server under a load, in all rounds."""
+
+    def __init__(self, load: Load, expected: list[dict[str, Any]]) -> None:
+        self.load, self.expected = load, expected
+        self.answers: list[Answer] = []
+        self.each: list[float] = []  # microseconds for a token of all streams, of each round
+        self.wrong = 0
+
+    def take(self, port: int) -> None:
+        """A round. Errors as of `ask_all`."""
+        bodies = [
+            {"prompt": expected["prompt"], "max_tokens": question["answer_tokens"]}
+            for question, expected in zip(self.load.questions, self.expected)
+        ]
+        answers, seconds = ask_all(port, bodies, self.load.times)
+        self.answers += answers
+        self.each.append(seconds * 1e6 / sum(answer.tokens for answer in answers))
+        self.wrong += sum(not _is_right(answer.text, right) for answer, right in zip(answers, self.expected))
+
+    def results(self, name: str) -> list[dict[str, Any]]:
+        import numpy as np
+
+        from .timing import quantiles
+
+        gaps = [gap * 1e6 for answer in self.answers for gap in answer.gaps]
+        times = {
+            ALL_TOKENS: self.each,
+            FIRST_TOKEN: [answer.first * 1e6 for answer in self.answers],
+            NEXT_TOKEN: gaps or [0.0],
+        }
+        why = f"{self.wrong} of {len(self.answers)} answers are wrong" if self.wrong else None
+        why = why or (None if gaps else "no answer has two tokens")
+        shared = {"variant": name, "wrong": self.wrong, "refused": why, "answers": len(self.answers)}
+        shared["certain"] = sum(each["certain"] == len(each["answer"]) for each in self.expected)
+        shared["questions"] = len(self.expected)
+        found = []
+        for key, row in times.items():
+            case, measured = {"operation": key} | self.load.case, quantiles(np.array(row))
+            found.append({"case": case, "microseconds": None if why else measured} | shared)
+        return found
+
+
+def _is_right(text: str, expected: dict[str, Any]) -> bool:
+    certain, answer = expected["certain"], expected["answer"]
+    return text == answer if certain == len(answer) else text.startswith(answer[:certain])
+
+
+def _measure(
+    runner: Runner, job: Job, servers: Sequence[str], loads: Sequence[Load], expected: list[Any], log: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The results of all servers, and of those that have failed the reasons.
+
+    Raises:
+        click.ClickException: `mlxdist serve` has failed.
+    """
+    rounds = runner.repeats or 1
+    seen = {name: [_Seen(load, answers) for load, answers in zip(loads, expected)] for name in servers}
+    failed: dict[str, str] = {}
+    with progress_bar() as progress:
+        task = progress.add_task(runner.name, total=rounds * len(servers))
+        for turn in range(rounds):
+            for name in random.Random(turn).sample(list(servers), len(servers)):
+                progress.update(task, description=f"{runner.name}: {name}")
+                try:
+                    if name not in failed:
+                        _round(job, name, seen[name], log)
+                except ResourceError as error:
+                    failed[name] = f"it failed in round {turn + 1} of {rounds}: {error}"
+                    if name == OURS:
+                        raise click.ClickException(f"{name}: {failed[name]}") from None
+                progress.advance(task)
+    names = [name for name in servers if name not in failed]
+    # Of each case all servers, one after the other.
+    found = [[one.results(name) for one in seen[name]] for name in names]
+    rows = [result for of_load in zip(*found) for of_case in zip(*of_load) for result in of_case]
+    return rows, [{"variant": name, "absent": why} for name, why in failed.items()]
+
+
+def _round(job: Job, name: str, seen: Sequence[_Seen], log: Path) -> None:
+    with running(job, name, log) as port:
+        ask_all(port, [{"prompt": f"{number}", "max_tokens": 16} for number in range(WARM_UP)], [0.0] * WARM_UP)
+        for one in seen:
+            one.take(port)
+
+
+def _show(results: dict[str, Any], console: Console) -> None:
+    columns = ["server", "tokens/s", *(f"{key}, ms\np50 / p95 / p99" for key in (FIRST_TOKEN, NEXT_TOKEN))]
+    rows = by_case(results)
+    for throughput, first, following in zip(rows[::3], rows[1::3], rows[2::3]):
+        cells = []
+        for name, result in throughput.items():
+            cells.append([name, _per_second(result), *(_milliseconds(each[name]) for each in (first, following))])
+        one = next(iter(throughput.values()))
+        title = case_name(one["case"] | {"operation": "requests"})
+        console.print(table_of(f"{title}, on {results['setup']['ranks']} ranks", columns, cells))
+        if one["certain"] < one["questions"]:
+            console.print(
+                f"{one['certain']} of {one['questions']} answers are compared to their end, the others up to the first "
+                "token to which another one comes close."
+            )
+
+
+def _milliseconds(result: Result) -> str:
+    times = result["microseconds"]
+    return " / ".join(f"{times[name] / 1e3:.1f}" for name in _PERCENTILES) if times else ""
+
+
+def _per_second(result: Result) -> str:
+    times = result["microseconds"]
+    ends = {"median": "median", "min": "max", "max": "min"}
+    return spread(times and {name: 1e6 / times[end] for name, end in ends.items()})
