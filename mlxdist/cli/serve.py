@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from mlxdist.base.child_process import module_command
-from mlxdist.base.environment import MAX_RANKS, VARIABLES
+from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
+
+if TYPE_CHECKING:
+    from mlxdist.serve.proxy import Proxy
 
 __all__ = ["serve"]
 
 _KEY = "MLXDIST_API_KEY"
 _COUNT = click.IntRange(min=1)
+_RESTARTS = 3
 
 
 def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
@@ -38,6 +42,13 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @host_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
+@click.option("--proxy", hidden=True, default="", help="Address of the launcher's proxy, for which rank 0 listens.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0, MAX_RESTARTS),
+    metavar="K",
+    help="When a rank has failed, start all again, at most K times.  [default: 3 where rank 0 is on this machine]",
+)
 @click.option("--pipeline", is_flag=True, help="Each rank has some of the layers, instead of a shard of each.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
@@ -67,7 +78,13 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 )
 @click.pass_context
 def serve(
-    context: click.Context, model: str, ranks: int | None, selection: HostSelection, api_key: str, **given: Any
+    context: click.Context,
+    model: str,
+    ranks: int | None,
+    selection: HostSelection,
+    max_restarts: int | None,
+    api_key: str,
+    **given: Any,
 ) -> None:
     """Serve a model of mlx-lm over OpenAI's HTTP API, sharded over all ranks of a job.
 
@@ -86,9 +103,17 @@ def serve(
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
         where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
-        command = module_command("mlxdist", "serve", model, *_words(context, given), python=selection.python)
-        _launch([*where, "--", *command])
+        words = _words(context, given)
+        proxy = None
+        if _has_first_rank(selection):
+            proxy = _proxy(given["host"], given["port"], given["request_timeout"])
+            words += ["--proxy", proxy.address]
+            max_restarts = _RESTARTS if max_restarts is None else max_restarts
+        command = module_command("mlxdist", "serve", model, *words, python=selection.python)
+        _launch([*where, "--max-restarts", str(max_restarts or 0), "--", *command], proxy)
         return
+    if max_restarts is not None:
+        raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
     from mlxdist.serve.server import BatchLimits, ServeOptions
     from mlxdist.serve.server import serve as run
 
@@ -104,7 +129,8 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "pipeline", "max_queue", "request_timeout", "max_context", "chat_template_args"),
+        **some("host", "port", "proxy", "pipeline", "max_queue"),
+        **some("request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))
 
@@ -121,7 +147,25 @@ def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
     return words
 
 
-def _launch(words: list[str]) -> None:
+def _has_first_rank(selection: HostSelection) -> bool:
+    """Whether rank 0 is on this machine."""
+    if selection.hostfile is None:
+        return True
+    from mlxdist.cluster.ssh.this_machine import is_this_machine
+
+    return is_this_machine(selection.hostfile.hosts[0].name)
+
+
+def _proxy(host: str, port: int, request_timeout: float) -> Proxy:
+    from mlxdist.launch.local import allow_descriptors
+    from mlxdist.serve.listener import MAX_CONNECTIONS, listen
+    from mlxdist.serve.proxy import Proxy
+
+    allow_descriptors(0, connections=2 * MAX_CONNECTIONS)
+    return Proxy(listen(host, port), request_timeout)
+
+
+def _launch(words: list[str], proxy: Proxy | None) -> None:
     from .launch import launch
 
-    launch.main(words, prog_name="mlxdist launch", standalone_mode=False)
+    launch.main(words, prog_name="mlxdist launch", standalone_mode=False, obj=proxy)

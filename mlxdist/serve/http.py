@@ -3,7 +3,6 @@
 import contextlib
 import hmac
 import io
-import ipaddress
 import json
 import re
 import select
@@ -20,16 +19,14 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, get_system_fingerprint
 
-from mlxdist.base.environment import format_address
-
 from .frontend import Frontend
-from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
+from .limits import Refusal, check_fields, check_parameters, parse_body, sentence
+from .listener import MAX_BODY, MAX_CONNECTIONS, SOCKET_SECONDS, address_of
 
 __all__ = ["Handler", "Server"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")  # mlx-lm's
-MAX_CONNECTIONS = 256
-SOCKET_SECONDS = 60.0  # that a client may take to send a part of its request, or to take a part of the answer
+_ENDING = 64  # connections that the proxy has ended, and this side not yet
 _LAST_SECONDS = 2.0  # for what connections still write when the server ends
 
 
@@ -168,26 +165,21 @@ class Handler(APIHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Listens, with at most MAX_CONNECTIONS connections. Raises OSError: it cannot."""
+    """Answers on ``listener``, at most MAX_CONNECTIONS connections at a time.
 
-    request_queue_size = 128
+    Attributes:
+        address: where clients find it: the listener's, or that of the proxy before it.
+        last_seconds: for what connections still write in the end.
+    """
 
-    def __init__(self, host: str, port: int, frontend: Frontend) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
-        address: Any = found[0][4]
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        fingerprint = get_system_fingerprint()
-        super().__init__(address, partial(Handler, frontend, system_fingerprint=fingerprint))
-
-    @property
-    def address(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://{format_address(str(host), port)}"
-
-    @property
-    def is_local(self) -> bool:
-        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
+    def __init__(self, listener: socket.socket, frontend: Frontend, address: str = "") -> None:
+        self.address, self.last_seconds = address or address_of(listener), _LAST_SECONDS
+        self._limit = MAX_CONNECTIONS + (_ENDING if listener.family == socket.AF_UNIX else 0)
+        self._free = threading.BoundedSemaphore(self._limit)
+        handler = partial(Handler, frontend, system_fingerprint=get_system_fingerprint())
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -199,8 +191,8 @@ class Server(ThreadingHTTPServer):
         finally:
             self.shutdown()
             self.server_close()
-            deadline = time.monotonic() + _LAST_SECONDS
-            for _ in range(MAX_CONNECTIONS):
+            deadline = time.monotonic() + self.last_seconds
+            for _ in range(self._limit):
                 self._free.acquire(timeout=max(deadline - time.monotonic(), 0))
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -14,6 +14,7 @@ _HELP = {
     "generated_tokens_total": "Tokens generated.",
     "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
     "decision_bytes_total": "Bytes of these messages.",
+    "restarts_total": "Restarts of all ranks after one has failed; the other counters begin again with each.",
     "running": "Requests in the batch.",
     "queued": "Requests that wait for a place in it.",
     "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.utils import load_config
 
+from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
@@ -24,13 +25,14 @@ from mlxdist.runtime.ops import broadcast
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
+from .listener import is_local, listen, listen_for_proxy
 from .scheduler import Scheduler, say
 from .worker import BatchLimits, Worker
 
 __all__ = ["ServeOptions", "serve"]
 
 _HEARTBEAT = 1.0  # seconds
-_FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
+_FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it; without a proxy
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
 
@@ -41,6 +43,7 @@ class ServeOptions:
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
+        proxy: the address of the launcher's proxy; rank 0 then listens for it alone. Empty for none.
         pipeline: whether ranks are stages, which have layers each, instead of a shard of each layer.
         limits: of the batch.
         max_queue: requests that wait; more get 429.
@@ -55,6 +58,7 @@ class ServeOptions:
     model: str
     host: str = "127.0.0.1"
     port: int = 8080
+    proxy: str = ""
     pipeline: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
@@ -88,6 +92,7 @@ def serve(options: ServeOptions) -> int:
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
         http = _listen(options, frontend) if group.rank() == 0 else None
+        frontend.metrics.add("restarts_total", Environment.read().restart_count)
     with contextlib.nullcontext() if http is None else http.listening():
         stages = group.size() if options.pipeline else 1
         model, tokenizer = load_sharded(directory, group, pp=stages, on_report=lambda report: _report(report, group))
@@ -107,9 +112,12 @@ def serve(options: ServeOptions) -> int:
         try:
             received = _loop(own, worker, scheduler)
         except Exception as error:
-            if scheduler is not None:
+            if scheduler is not None and http is not None:
                 scheduler.fail(str(error))
-                time.sleep(_FAREWELL)
+                if options.proxy:  # it has the requests, and says why: the sooner this ends, the better
+                    http.last_seconds = 0.0
+                else:
+                    time.sleep(_FAREWELL)
             raise
         worker.close()
     return 130 if received == signal.SIGINT else 0
@@ -153,11 +161,9 @@ def _take_signals(scheduler: Scheduler | None) -> list[int]:
 
 
 def _listen(options: ServeOptions, frontend: Frontend) -> Server:
-    try:
-        server = Server(options.host, options.port, frontend)
-    except (OSError, OverflowError) as error:
-        raise InvalidArgument(f"serve: cannot listen at {options.host}, port {options.port}: {error}") from None
-    if not options.api_key and not server.is_local:
+    listener = listen_for_proxy() if options.proxy else listen(options.host, options.port)
+    server = Server(listener, frontend, options.proxy)
+    if not options.api_key and not is_local(server.address):
         say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
     return server
 
