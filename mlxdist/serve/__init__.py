@@ -10,6 +10,8 @@ prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the s
 sampling.py      mlx-lm's samplers, each with the random state of its request
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
+proxy.py         in the launcher, before rank 0: stays while ranks are restarted; proxy_client.py: one connection of it
+listener.py      where both listen; refusal.py: a request that is not served
 limits.py        what a request may ask for
 metrics.py       counters as Prometheus reads them
 server.py        joins them

@@ -23,7 +23,7 @@ from .refusal import Refusal
 
 __all__ = ["Proxy"]
 
-_MAX_EVENT = 1 << 26  # bytes of an event of a stream: it may have all arguments of a tool call
+_MAX_EVENT = 1 << 18  # bytes of an event that is sent as a whole; twice as many wait for a client that reads slowly
 _LOOK_PAUSE = 0.1  # seconds between two looks at whether rank 0 is ready
 _LOOK_SECONDS = 5.0  # that rank 0 may take to say so
 _LAST_SECONDS = 2.0  # for what clients have still to take in the end
@@ -175,7 +175,7 @@ class Proxy:
                 body = {"status": "unavailable", "reason": str(refusal)} if is_health else refusal.error
                 await client.answer(refusal.status, body, refusal.retry_after)
             await client.close()
-        except ClientGone:
+        except (ClientGone, asyncio.CancelledError):  # cancelled in the end
             return
         finally:
             client.abort()
@@ -210,7 +210,7 @@ class Proxy:
             return False
         try:
             return await unless_gone(self._relay(reader, client), client.forward(writer))
-        except (EOFError, OSError, asyncio.LimitOverrunError):
+        except (EOFError, OSError):
             return False
         finally:
             self._count(asyncio.create_task(_leave(reader, writer)))
@@ -230,12 +230,15 @@ class Proxy:
         return True
 
     async def _relay_events(self, head: bytes, upstream: asyncio.StreamReader, client: ProxyClient) -> bool:
-        """Only whole events: one that says why the answer ends here may follow each."""
+        """Whole events: one that says why the answer ends here may follow each."""
         if not client.streams:
             client.streams = True
             await client.send(head)
         while True:
-            event = await upstream.readuntil(b"\n\n")
+            try:
+                event = await upstream.readuntil(b"\n\n")
+            except asyncio.LimitOverrunError as error:  # a tool call with very long arguments
+                event = await upstream.readexactly(error.consumed)
             if event.startswith(_ERROR) and await self._look():
                 return False
             await client.send(event, is_output=event.startswith(b"data:"))

@@ -65,7 +65,7 @@ def save_model_folder(folder: Path, kind: str = "qwen3", **fields: object) -> Pa
     return folder
 
 
-def post(body: dict, path: str = "/v1/completions") -> bytes:
+def post(body: object, path: str = "/v1/completions") -> bytes:
     """A request as its bytes."""
     data = json.dumps(body).encode()
     return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
