@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 def expected(model):
     """Requests, and what one process answers to each: greedy and seeded ones, of which some are long."""
     bodies = [{"prompt": f"number {i}", "temperature": i % 2, "seed": i, "logit_bias": ENDLESS} for i in range(6)]
-    bodies = [body | {"max_tokens": 400 if i < 2 else 6} for i, body in enumerate(bodies)]
+    bodies = [body | {"max_tokens": 300 if i < 2 else 6} for i, body in enumerate(bodies)]
     with ServerProcess(model) as server, ThreadPoolExecutor(6) as threads:
         return list(zip(bodies, threads.map(lambda body: server.ask(body)["choices"], bodies)))
 
@@ -100,9 +100,9 @@ def test_a_rank_that_is_killed_under_load(model, expected, ranks, victim, hosts)
         body = {"prompt": "x", "max_tokens": 8000, "logit_bias": ENDLESS}
         streams = [threads.submit(server.stream, body) for _ in range(2)]
         assert wait_for(lambda: server.metrics()["running"] == 2, 30)
-        others = [threads.submit(server.request, body) for body, _ in expected]
+        others = [threads.submit(server.request, body, timeout=150) for body, _ in expected]
         assert wait_for(lambda: server.metrics()["queued"] > 0, 30)
-        assert wait_for(lambda: server.metrics()["generated_tokens_total"] > 40, 30)
+        assert wait_for(lambda: server.metrics()["generated_tokens_total"] > 60, 30)
         os.kill(server.pids()[victim], signal.SIGKILL)
         assert wait_for(lambda: f"rank {victim} failed first" in health(server)[1], 30)
         status, reason, seconds = health(server)
@@ -111,10 +111,10 @@ def test_a_rank_that_is_killed_under_load(model, expected, ranks, victim, hosts)
         assert (status, answer["error"]["message"]) == (503, reason) and 1 <= int(headers["Retry-After"]) <= 600
         for stream in streams:
             *parts, last = stream.result(60)
-            assert len(parts) > 5 and "text" in json.loads(parts[-1])["choices"][0]
+            assert len(parts) > 1 and all("text" in json.loads(part)["choices"][0] for part in parts)
             assert json.loads(last)["error"] == {"message": reason, "type": "server_error", "code": 503}
         for (_, choices), other in zip(expected, others):
-            status, answer, _ = other.result(120)
+            status, answer, _ = other.result(150)
             assert (status, answer["choices"]) == (200, choices)
         assert is_ready(server) and server.metrics()["restarts_total"] == 1
         ready = f"is ready at {server.address}, ranks: {ranks}"
