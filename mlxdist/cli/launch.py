@@ -91,7 +91,9 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
         os.chdir(options.cwd)
     for text in remove_stale_jobs():
         click.echo(f"mlxdist launch: {text}", err=True)
-    status = run(plan)
+    follower = click.get_current_context().obj  # of `mlxdist serve`
+    with contextlib.nullcontext() if follower is None else follower:
+        status = run(plan, follower)
     # All is written and nothing is left to be done; to take the interpreter down would take another 10 ms.
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor was closed
         with contextlib.suppress(OSError):  # its reader has gone

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from mlxdist.base.child_process import module_command
-from mlxdist.base.environment import MAX_RANKS, VARIABLES
+from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, VARIABLES
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .shard import RankShares
+
+if TYPE_CHECKING:
+    from mlxdist.serve.proxy import Proxy
 
 __all__ = ["COUNT", "json_object", "layout_options", "serve", "start_ranks"]
 
 _KEY = "MLXDIST_API_KEY"
 COUNT = click.IntRange(min=1)
+_RESTARTS = 3
 
 
 def json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
@@ -69,6 +73,13 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
 @host_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
+@click.option("--proxy", hidden=True, default="", help="Address of the launcher's proxy, for which rank 0 listens.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0, MAX_RESTARTS),
+    metavar="K",
+    help="When a rank has failed, start all again, at most K times.  [default: 3 where rank 0 is on this machine]",
+)
 @layout_options
 @click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
@@ -117,7 +128,13 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.pass_context
 def serve(
-    context: click.Context, model: str, ranks: int | None, selection: HostSelection, api_key: str, **given: Any
+    context: click.Context,
+    model: str,
+    ranks: int | None,
+    selection: HostSelection,
+    max_restarts: int | None,
+    api_key: str,
+    **given: Any,
 ) -> None:
     """Serve a model of mlx-lm over OpenAI's HTTP API, sharded over all ranks of a job.
 
@@ -136,8 +153,16 @@ def serve(
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
-        start_ranks(context, model, ranks, selection, given)
+        proxy, more = None, []
+        if _has_first_rank(selection):
+            proxy = _proxy(given["host"], given["port"], given["request_timeout"])
+            more = ["--proxy", proxy.address]
+            max_restarts = _RESTARTS if max_restarts is None else max_restarts
+        launcher = ["--max-restarts", str(max_restarts or 0)]
+        start_ranks(context, model, ranks, selection, given, launcher=launcher, more=more, proxy=proxy)
         return
+    if max_restarts is not None:
+        raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
     if given["draft_model"] and given["prompt_lookup"]:
         raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
     drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
@@ -165,7 +190,7 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "stream_weights", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
+        **some("host", "port", "proxy", "stream_weights", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
     )
     sys.exit(run(options))
@@ -179,10 +204,11 @@ def start_ranks(
     given: dict[str, Any],
     launcher: Sequence[str] = (),
     more: Sequence[str] = (),
+    proxy: Proxy | None = None,
 ) -> None:
     """Runs the command of ``context`` on all ranks, with the options in ``given`` that the user has typed.
 
-    ``launcher``: options of `mlxdist launch`. ``more``: other words for the ranks.
+    ``launcher``: options of `mlxdist launch`. ``more``: other words for the ranks. ``proxy``: that has the address.
     """
     words = []
     for parameter in context.command.params:
@@ -199,4 +225,22 @@ def start_ranks(
     assert context.command.name is not None
     command = module_command("mlxdist", context.command.name, model, *words, *more, python=selection.python)
     where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
-    launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False)
+    launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False, obj=proxy)
+
+
+def _has_first_rank(selection: HostSelection) -> bool:
+    """Whether rank 0 is on this machine."""
+    if selection.hostfile is None:
+        return True
+    from mlxdist.cluster.ssh.this_machine import is_this_machine
+
+    return is_this_machine(selection.hostfile.hosts[0].name)
+
+
+def _proxy(host: str, port: int, request_timeout: float) -> Proxy:
+    from mlxdist.launch.local import allow_descriptors
+    from mlxdist.serve.listener import MAX_CONNECTIONS, listen
+    from mlxdist.serve.proxy import Proxy
+
+    allow_descriptors(0, connections=2 * MAX_CONNECTIONS)
+    return Proxy(listen(host, port), request_timeout)

@@ -164,7 +164,8 @@ class Agent:
         except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
             self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
-        self._put(pack_json(JobFrame.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
+        found = {"address": job.address, "ports": ports, "awake": job.awake(), "directory": str(job.directory)}
+        self._put(pack_json(JobFrame.READY, found))
 
     def _start(self, job: LocalJob, fields: Mapping[str, Any]) -> None:
         job.address = fields["address"]

@@ -16,6 +16,7 @@ class Ending:
     status: int  # for the launcher to exit with
     text: str  # closing line, perhaps empty
     failed: bool
+    cause: str = ""  # how the closing line begins: without the other ranks, and without paths of this machine
 
 
 def of_process(returncode: int | None) -> int | None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxdist.base.environment import format_address, parse_address
@@ -121,6 +122,10 @@ class HostsJob:
         """Before any connection is closed: the number of its descriptor may be another one's afterwards."""
         self._is_over.set()
         self._pings.join()
+
+    def temporary(self, rank: int) -> Path:
+        """The rank's temporary directory, on its host."""
+        return Path(self._host_of[rank].ready["directory"], str(rank))
 
     def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""

@@ -20,7 +20,7 @@ class JobFrame(IntEnum):
     PING = 20  # the launcher lives
     GONE = 21  # JSON: the exit status of a rank of another host
     # agent to launcher
-    READY = 32  # JSON: the port at which rank 0 will listen, if it is here
+    READY = 32  # JSON: where rank 0 will listen, if it is here; free ports; the directory of the ranks
     OUT = 33  # what a rank has printed; empty: it has closed the stream
     ERR = 34
     EXIT = 35  # JSON: the exit status of a rank, as a shell has it, and which rank failed first, if that is known here

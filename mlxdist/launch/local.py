@@ -216,9 +216,13 @@ class LocalJob:
             self._listener.close()
         self._cache.close(self.succeeded)
 
+    def temporary(self, rank: int) -> Path:
+        """The rank's temporary directory."""
+        return self.directory / str(rank)
+
     def start(self, rank: int, stdout: int, stderr: int) -> LocalRank:
         """Starts one rank, which writes to these descriptors."""
-        temporary = self.directory / str(rank)
+        temporary = self.temporary(rank)
         temporary.mkdir()
         local_rank = rank - self.first
         self._cache.link(temporary, local_rank)
@@ -382,10 +386,10 @@ def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tupl
         os.close(stderr)
 
 
-def allow_descriptors(ranks: int, hosts: int = 0) -> None:
-    """Pipes, copies of them and log files for each rank, a connection for each host: more than some systems allow by
-    default (macOS: 256)."""
-    wanted = min(8 * ranks + 8 * hosts + 64, _MAX_DESCRIPTORS)
+def allow_descriptors(ranks: int, hosts: int = 0, connections: int = 0) -> None:
+    """Pipes, copies of them and log files for each rank, a connection for each host, and others: more than some systems
+    allow by default (macOS: 256)."""
+    wanted = min(8 * ranks + 8 * hosts + connections + 64, _MAX_DESCRIPTORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY:

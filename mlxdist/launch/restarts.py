@@ -9,22 +9,46 @@ Any failure counts, as with torchrun: which exit status means a mistake in the c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mlxdist.base.environment import MAX_RESTARTS
 
 if TYPE_CHECKING:
     from .exit_status import Ending
     from .jobs import JobDirectory
     from .wakeup import Wakeup
 
-__all__ = ["name_of_start", "run_with_restarts"]
+__all__ = ["Follower", "name_of_start", "run_with_restarts"]
 
 # Seconds before the first restart, and twice as long before each that follows: whatever has just killed a rank, a
 # machine without memory or a full disk, often needs a moment to recover.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
+# A start that was ready for this many seconds gives back the restarts before it; the time is that of Kubernetes.
+LASTING = 600.0
+
+
+class Follower(Protocol):
+    """What stays while a job that serves is restarted, and ends with it (a context manager).
+
+    The launcher's thread calls it.
+    """
+
+    def starting(self, temporary: Path) -> None:
+        """The ranks are started now; rank 0 is on this machine and has this temporary directory."""
+
+    def seconds_ready(self) -> float:
+        """For how long the last start has been ready; 0 if it never was."""
+
+    def failed(self, reason: str, pause: float | None) -> None:
+        """A start has failed and has ended. The next one follows after ``pause`` seconds, or none does (None)."""
+
+    def __enter__(self) -> Follower: ...
+
+    def __exit__(self, *exception: object) -> None: ...
 
 
 def name_of_start(name: str, restart: int) -> str:
@@ -38,25 +62,36 @@ def run_with_restarts(
     wakeup: Wakeup,
     say: Callable[[str], None],
     directory: JobDirectory | None,
+    follower: Follower | None = None,
 ) -> int:
     """Calls ``run_once(number of this restart)`` until it succeeds, was interrupted, or ``most`` restarts have failed.
 
-    ``name``: of the first start; ``directory`` shows the next one, if there may be one. Returns the exit status of the
-    last one, or 128 + the signal that came in a pause.
+    ``name``: of the first start; ``directory`` shows the next one, if there may be one. With a ``follower``, a job that
+    fails before it was ever ready is not restarted; after a start that was ready pauses begin anew, and after LASTING
+    seconds of that, restarts too. Returns the exit status of the last one, or 128 + the signal that came in a pause.
     """
-    for restart in itertools.count():
+    used, pause, is_worth_it = 0, FIRST_PAUSE, follower is None
+    for restart in range(MAX_RESTARTS + 1):
         ending = run_once(restart)
-        if not ending.failed or restart >= most:
+        if follower is not None and (seconds := follower.seconds_ready()):
+            used, pause, is_worth_it = 0 if seconds >= LASTING else used, FIRST_PAUSE, True
+        if not ending.failed or used == most or restart == MAX_RESTARTS or not is_worth_it:
             break
+        used += 1
         if directory is not None:
             directory.update(replace(directory.job, name=name_of_start(name, restart + 1)))
-        pause = min(FIRST_PAUSE * 2.0**restart, LONGEST_PAUSE)
-        say(f"{ending.text}; restart {restart + 1} of {most} in {pause:g} s.")
+        following = f"restart {used} of {most}"
+        if follower is not None:
+            follower.failed(f"{ending.cause}; {following}", pause)
+        say(f"{ending.text}; {following} in {pause:g} s.")
         interrupt = wakeup.wait(pause)
         if interrupt is not None:
-            say(f"interrupted by {interrupt.name} before restart {restart + 1} of {most}.")
+            say(f"interrupted by {interrupt.name} before {following}.")
             return 128 + interrupt
+        pause = min(2 * pause, LONGEST_PAUSE)
+    last = f"; it was the last of {most} restarts" if ending.failed and used else ""
+    if follower is not None and ending.failed:
+        follower.failed(f"{ending.cause}{last}", None)
     if ending.text:
-        last = f"; it was the last of {most} restarts" if ending.failed and most else ""
         say(f"{ending.text}{last}.")
     return ending.status

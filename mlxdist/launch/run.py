@@ -21,7 +21,7 @@ from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, start_with_pipes, usual_grace
 from .output import Output
 from .plan import Plan
-from .restarts import run_with_restarts
+from .restarts import Follower, run_with_restarts
 from .standard_input import StandardInput
 from .supervisor import Supervisor
 from .terminal import terminal_variables
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
 __all__ = ["run"]
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, follower: Follower | None = None) -> int:
     """Returns the exit status.
 
     Raises:
@@ -75,6 +75,8 @@ def run(plan: Plan) -> int:
 
                 for text in describe(macs, plan.options.verbose):
                     say(text)
+            if follower is not None:
+                follower.starting(job.temporary(0))
             for rank in plan.numbers:
                 supervisor.add(_start(job, rank, output, plan))
             job.all_started()
@@ -87,7 +89,7 @@ def run(plan: Plan) -> int:
     directory = _launcher_directory(plan, name)
     with wakeup.signals():
         try:
-            status = run_with_restarts(name, run_once, plan.options.max_restarts, wakeup, say, directory)
+            status = run_with_restarts(name, run_once, plan.options.max_restarts, wakeup, say, directory, follower)
         except Interrupted as interrupt:
             say(f"interrupted by {interrupt} before all hosts were ready.")
             status = 128 + interrupt.number

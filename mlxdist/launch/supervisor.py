@@ -99,8 +99,8 @@ class Supervisor:
             self._hint()
             self._press()
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
-        status, text = self._verdict()
-        text += self._lost_domains()
+        status, clauses = self._verdict()
+        text = "; ".join(clauses) + self._lost_domains()
         if status == 0:
             self._job.remove_recordings()
         self._job.end()
@@ -119,7 +119,7 @@ class Supervisor:
         unread = self._output is not None and self._output.is_unread()
         was_interrupted = self._was_asked or self._interrupted_by is not None
         failed = bool(self._failed) and not was_interrupted and not self._running and not unread
-        return Ending(status, text, failed)
+        return Ending(status, text, failed, cause=clauses[0] if clauses else "")
 
     def _wait(self, seconds: float | None) -> None:
         full = self._is_full()
@@ -230,26 +230,26 @@ class Supervisor:
     def _has_given_up(self) -> bool:
         return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
 
-    def _verdict(self) -> tuple[int, str]:
-        """Exit status and closing line."""
+    def _verdict(self) -> tuple[int, list[str]]:
+        """Exit status, and the clauses of the closing line: the cause is the first."""
         seconds = time.monotonic() - self._started
         if self._is_late and not self._failed:
             first = f"it has not ended after {self._limit:g} s (--timeout)"
-            return TOO_LATE, "; ".join([first, *self._fates(None)])
+            return TOO_LATE, [first, *self._fates(None)]
         if self._interrupted_by is not None and not self._failed:
             where = f" on {self._interrupts[0]}" if self._interrupts[0] else ""
             if self._interrupted_by == signal.SIGTERM and not self._running and not any(self._statuses.values()):
-                return 0, f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"
+                return 0, [f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"]
             first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
-            return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
+            return 128 + self._interrupted_by, [first, *self._fates(None)]
         if not self._failed:
-            return 0, f"all ranks succeeded after {seconds:.1f} s" if self._verbose else ""
+            return 0, [f"all ranks succeeded after {seconds:.1f} s"] if self._verbose else []
         if self._output is not None and (trouble := self._output.write_error()):  # their end is its consequence
-            return 1, trouble
+            return 1, [trouble]
         failed, seconds = self._first_failure()
         status = self._statuses[failed]
         first = f"rank {failed} failed first, {describe(status)} after {seconds:.1f} s"
-        return status, "; ".join([first, *self._fates(failed)])
+        return status, [first, *self._fates(failed)]
 
     def _lost_domains(self) -> str:
         """What ranks that were killed on Macs may have cost."""

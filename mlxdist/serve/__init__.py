@@ -18,6 +18,8 @@ vocabulary.py    the output layer sharded over the vocabulary, and samples from 
 frontend.py      rank 0: makes tokens of requests, and text of tokens
 http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
 chat.py          rank 0: a terminal in place of HTTP, `mlxdist chat`
+proxy.py         in the launcher, before rank 0: stays while ranks are restarted; proxy_client.py: one connection of it
+listener.py      where both listen; refusal.py: a request that is not served
 limits.py        what a request may ask for
 metrics.py       counters as Prometheus reads them
 server.py        joins them

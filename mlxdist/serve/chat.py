@@ -22,9 +22,11 @@ from rich.console import Console
 from mlxdist.base.errors import InvalidArgument
 
 from .frontend import Frontend
-from .limits import MAX_BODY, Refusal, check_parameters
+from .limits import check_parameters
+from .listener import MAX_BODY
 from .options import ServeOptions
 from .placement import Layout
+from .refusal import Refusal
 from .server import run
 from .worker import BatchLimits
 
@@ -115,6 +117,9 @@ class Terminal:
     def ready(self, name: str, ranks: int, layout: str) -> None:
         self._show(f"{name} is ready, ranks: {ranks}, {layout}; {_HELP}")
         self._ready.set()
+
+    def failed(self) -> None:
+        """Nothing: the answer ends with the reason."""
 
     def interrupt(self) -> None:
         """Stops the answer; the second time before a question, the chat."""

@@ -12,9 +12,10 @@ from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationCont
 
 from .decisions import MAX_STOP_TOKENS, Admission
 from .grammar import after_thinking, grammar_tokenizer
-from .limits import Refusal, sentence
+from .limits import sentence
 from .metrics import Metrics
 from .scheduler import Request, Scheduler
+from .refusal import Refusal
 
 __all__ = ["Frontend"]
 

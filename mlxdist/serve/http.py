@@ -3,7 +3,6 @@
 import contextlib
 import hmac
 import io
-import ipaddress
 import json
 import re
 import select
@@ -20,18 +19,18 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, GenerationContext, Response, get_system_fingerprint
 
-from mlxdist.base.environment import format_address
-
 from .frontend import Frontend
 from .grammar import grammar_of
-from .limits import MAX_BODY, Refusal, check_fields, check_parameters, parse_body, sentence
+from .limits import check_fields, check_parameters, parse_body, sentence
+from .listener import MAX_BODY, MAX_CONNECTIONS, SOCKET_SECONDS, address_of
+from .refusal import Refusal
 from .scheduler import say
 
 __all__ = ["Handler", "Server"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")  # mlx-lm's
-MAX_CONNECTIONS = 256
-SOCKET_SECONDS = 60.0  # that a client may take to send a part of its request, or to take a part of the answer
+_ENDING = 64  # connections that the proxy has ended, and this side not yet
+_FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
 _LAST_SECONDS = 2.0  # for what connections still write when the server ends
 
 
@@ -198,27 +197,25 @@ class Handler(APIHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Listens, with at most MAX_CONNECTIONS connections. Raises OSError: it cannot."""
+    """Answers on ``listener``, at most MAX_CONNECTIONS connections at a time.
 
-    request_queue_size = 128
+    Args:
+        proxy: the address of the one before it; empty for none.
 
-    def __init__(self, host: str, port: int, frontend: Frontend) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
-        address: Any = found[0][4]
+    Attributes:
+        address: where clients find it.
+    """
+
+    def __init__(self, listener: socket.socket, frontend: Frontend, proxy: str = "") -> None:
+        self.address = proxy or address_of(listener)
+        self._is_behind_proxy, self._last_seconds = bool(proxy), _LAST_SECONDS
+        self._limit = MAX_CONNECTIONS + (_ENDING if proxy else 0)
         self._frontend = frontend
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        fingerprint = get_system_fingerprint()
-        super().__init__(address, partial(Handler, frontend, system_fingerprint=fingerprint))
-
-    @property
-    def address(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://{format_address(str(host), port)}"
-
-    @property
-    def is_local(self) -> bool:
-        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
+        self._free = threading.BoundedSemaphore(self._limit)
+        handler = partial(Handler, frontend, system_fingerprint=get_system_fingerprint())
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -230,8 +227,8 @@ class Server(ThreadingHTTPServer):
         finally:
             self.shutdown()
             self.server_close()
-            deadline = time.monotonic() + _LAST_SECONDS
-            for _ in range(MAX_CONNECTIONS):
+            deadline = time.monotonic() + self._last_seconds
+            for _ in range(self._limit):
                 self._free.acquire(timeout=max(deadline - time.monotonic(), 0))
 
     def ready(self, name: str, ranks: int, layout: str) -> None:
@@ -240,6 +237,12 @@ class Server(ThreadingHTTPServer):
     def interrupt(self) -> None:
         assert self._frontend.scheduler is not None
         self._frontend.scheduler.stop()
+
+    def failed(self) -> None:
+        if self._is_behind_proxy:  # which has the requests, and says why: the sooner this ends, the better
+            self._last_seconds = 0.0
+        else:
+            time.sleep(_FAREWELL)
 
     def log(self, text: str) -> None:
         say(text)

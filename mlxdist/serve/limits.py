@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .decisions import MAX_BIASES, MAX_STOPS
+from .listener import MAX_BODY
+from .refusal import Refusal
 
 __all__ = ["MAX_BODY", "Refusal", "check_fields", "check_parameters", "parse_body", "sentence"]
 
-MAX_BODY = 8 << 20  # bytes
 _MAX_DEPTH = 32  # of lists and objects in each other
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 256
@@ -45,27 +46,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 # Arguments of transformers' apply_chat_template, which are not variables of the template.
 _OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-
-
-class Refusal(BaseException):
-    """A request that is not served, or not to its end. Its text goes to the client.
-
-    It is no Exception: mlx-lm's handler answers all of these with a status of its own.
-
-    Attributes:
-        status: of HTTP.
-        retry_after: seconds, or None.
-    """
-
-    def __init__(self, text: str, status: int = 400, retry_after: int | None = None) -> None:
-        super().__init__(text)
-        self.status, self.retry_after = status, retry_after
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "code": self.status}}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

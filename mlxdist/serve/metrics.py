@@ -17,6 +17,7 @@ _HELP = {
     "preempted_total": "Times that a request has left the batch for one that comes before it.",
     "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
     "decision_bytes_total": "Bytes of these messages.",
+    "restarts_total": "Restarts of all ranks after one has failed; the other counters begin again with each.",
     "running": "Requests in the batch.",
     "queued": "Requests that wait for a place in it.",
     "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",

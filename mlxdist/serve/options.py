@@ -20,6 +20,7 @@ class ServeOptions:
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
         host, port: where rank 0 listens; port 0 is a free one.
+        proxy: the address of the launcher's proxy; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds what of the model.
         stream_weights: whether only rank 0 has the model, and sends the others what they hold.
         adapters: names and directories of adapters, of which each request has one or none.
@@ -41,6 +42,7 @@ class ServeOptions:
     model: str
     host: str = "127.0.0.1"
     port: int = 8080
+    proxy: str = ""
     layout: Layout = Layout()
     stream_weights: bool = False
     adapters: tuple[tuple[str, str], ...] = ()

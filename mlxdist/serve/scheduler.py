@@ -15,10 +15,10 @@ from typing import Any
 from mlx_lm.server import _format_top_logprobs
 
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, ROOM, Admission, Decisions
-from .limits import Refusal
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
 from .worker import Outcome
+from .refusal import Refusal
 
 __all__ = ["Request", "Scheduler", "Token", "say"]
 

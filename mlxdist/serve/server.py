@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
+from mlxdist.base.environment import Environment
+from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
@@ -25,6 +26,7 @@ from mlxdist.runtime.ops import broadcast
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
 from .http import Server
+from .listener import is_local, listen, listen_for_proxy
 from .loading import load
 from .memory import tokens_that_fit
 from .options import ServeOptions
@@ -36,7 +38,6 @@ from .worker import Worker
 __all__ = ["Clients", "run", "serve"]
 
 _HEARTBEAT = 1.0  # seconds
-_FAREWELL = 2.0  # seconds that /health has the reason of a failure, and streams the time to send it
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
 
@@ -51,6 +52,9 @@ class Clients(Protocol):
 
     def interrupt(self) -> None:
         """SIGINT has come."""
+
+    def failed(self) -> None:
+        """The server ends, and has said why. Returns when clients have had the time to hear it."""
 
     def log(self, text: str) -> None:
         """What a request was, and how it ended."""
@@ -92,6 +96,7 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
             raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key, adapters)
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
+        frontend.metrics.add("restarts_total", Environment.read().restart_count)
         clients = clients_of(frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if clients is None else clients.listening():
         placement = place(directory, group, options.layout)
@@ -115,9 +120,9 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         try:
             received = _loop(own, worker, scheduler, clients)
         except Exception as error:
-            if scheduler is not None:
+            if scheduler is not None and clients is not None:
                 scheduler.fail(str(error))
-                time.sleep(_FAREWELL)
+                clients.failed()
             raise
         worker.close()
         if snapshot is not None:
@@ -165,11 +170,9 @@ def _take_signals(scheduler: Scheduler | None, clients: Clients | None) -> list[
 
 
 def _listen(options: ServeOptions, frontend: Frontend) -> Server:
-    try:
-        server = Server(options.host, options.port, frontend)
-    except (OSError, OverflowError) as error:
-        raise InvalidArgument(f"serve: cannot listen at {options.host}, port {options.port}: {error}") from None
-    if not options.api_key and not server.is_local:
+    listener = listen_for_proxy() if options.proxy else listen(options.host, options.port)
+    server = Server(listener, frontend, options.proxy)
+    if not options.api_key and not is_local(server.address):
         say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
     return server
 

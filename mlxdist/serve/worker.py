@@ -243,11 +243,9 @@ class Worker:
                 kinds.append(kind)
         eos = [(token,) for token in self._tokenizer.eos_token_ids]
         processors = _make_logits_processors(request)
-        if request.grammar:
-            assert self._grammar_tokenizer is not None  # rank 0 has admitted it
-            grammar = request.grammar.decode(errors="replace")
-            self._grammars[request.number] = GrammarProcessor(grammar, self._grammar_tokenizer, len(prompt))
-            processors.append(self._grammars[request.number])  # the last one, which no other can undo
+        grammar = self._grammar_of(request)
+        if grammar is not None:
+            processors.append(grammar)  # the last one, which no other can undo
         if self._sharded is None:
             sampler = sampler_of(request, self._tokenizer)
         else:
@@ -271,6 +269,7 @@ class Worker:
     def _grammar_of(self, request: Admission) -> GrammarProcessor | None:
         if not request.grammar:
             return None
+        assert self._grammar_tokenizer is not None  # rank 0 has admitted it
         text = request.grammar.decode(errors="replace")
         return GrammarProcessor(text, self._grammar_tokenizer, len(request.prompt) - request.generated)
 

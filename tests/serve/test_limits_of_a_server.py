@@ -78,9 +78,9 @@ def test_the_launcher_restarts_a_server(model):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks, victim", [(2, 1), (3, 2), (2, 0)])
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_rank_that_is_killed(model, ranks, victim, busy):
+def test_a_rank_that_is_killed_without_a_proxy(model, ranks, victim, busy):
     """Rank 0's death ends the connections; another's is an error event, a reason on /health, and the end."""
-    with ServerProcess(model, ranks) as server, ThreadPoolExecutor(4) as threads:
+    with ServerProcess(model, ranks, restarts=0) as server, ThreadPoolExecutor(4) as threads:
         body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
         streams = [threads.submit(server.stream, body) for _ in range(2 * busy)]
         others = [threads.submit(server.request, body) for _ in range(2 * busy)]

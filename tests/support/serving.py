@@ -88,7 +88,7 @@ def save_adapters(folder: Path, model: Path, seed: int, layers: int = -1, **sett
     return folder
 
 
-def post(body: dict, path: str = "/v1/completions") -> bytes:
+def post(body: object, path: str = "/v1/completions") -> bytes:
     """A request as its bytes."""
     data = json.dumps(body).encode()
     return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
