@@ -47,7 +47,9 @@ def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str,
 _LAYOUT = (
     click.option("--tp", type=COUNT, help="Ranks that share every layer.  [default: chosen]"),
     click.option("--ep", type=COUNT, help="Ranks (times --tp) that share the experts.  [default: chosen]"),
-    click.option("--pipeline", is_flag=True, help="The ranks that --tp and --ep leave are stages, with some layers each."),
+    click.option(
+        "--pipeline", is_flag=True, help="The ranks that --tp and --ep leave are stages, with some layers each."
+    ),
     click.option(
         "--rank-shares",
         type=RankShares(),
@@ -83,10 +85,16 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
 @layout_options
 @click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
-@click.option("--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it.")
+@click.option(
+    "--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it."
+)
 @click.option("--prompt-lookup", is_flag=True, help="Draft what followed the last two tokens before.")
 @click.option(
-    "--num-draft-tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Drafts of a request in a step."
+    "--num-draft-tokens",
+    type=click.IntRange(1, 64),
+    default=3,
+    show_default=True,
+    help="Drafts of a request in a step.",
 )
 @click.option(
     "--adapter", multiple=True, callback=_pairs, metavar="NAME=PATH", help="For requests that name it; repeatable."
@@ -190,7 +198,16 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "proxy", "stream_weights", "adapter_path", "draft_model", "shard_draft_model", "shard_vocabulary"),
+        **some(
+            "host",
+            "port",
+            "proxy",
+            "stream_weights",
+            "adapter_path",
+            "draft_model",
+            "shard_draft_model",
+            "shard_vocabulary",
+        ),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
     )
     sys.exit(run(options))

@@ -14,8 +14,8 @@ from .decisions import MAX_STOP_TOKENS, Admission
 from .grammar import after_thinking, grammar_tokenizer
 from .limits import sentence
 from .metrics import Metrics
-from .scheduler import Request, Scheduler
 from .refusal import Refusal
+from .scheduler import Request, Scheduler
 
 __all__ = ["Frontend"]
 

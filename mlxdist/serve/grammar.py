@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxdist.base.child_process import code_command
 
-
 from .refusal import Refusal
 
 __all__ = ["GrammarProcessor", "after_thinking", "grammar_of", "grammar_tokenizer"]

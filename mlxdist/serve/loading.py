@@ -23,12 +23,14 @@ def load(options: ServeOptions, directory: Path, placement: Placement, group: Gr
     """The model, as mlx-lm's generators call it, and its tokenizer. Collective.
 
     Raises:
-        InvalidArgument: on all ranks, what :func:`load_sharded` raises; there is no tokenizer; the draft model has another
-            one; stages have a draft or a sharded vocabulary.
+        InvalidArgument: on all ranks, what :func:`load_sharded` raises; there is no tokenizer; the draft model has
+            another one; stages have a draft or a sharded vocabulary.
     """
     with agreed("serve", group):
         if placement.stage_plan is not None and (options.limits.num_draft_tokens or options.shard_vocabulary):
-            raise InvalidArgument("serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages")
+            raise InvalidArgument(
+                "serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages"
+            )
     model: Any
     model, tokenizer = load_sharded(
         directory,

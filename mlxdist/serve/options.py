@@ -64,7 +64,9 @@ class ServeOptions:
         """Raises InvalidArgument: options that do not go together."""
         names = [name for name, _ in self.adapters]
         if names and self.adapter_path is not None:
-            raise InvalidArgument("serve: --adapter-path is for all requests, --adapter for those that name it; give one")
+            raise InvalidArgument(
+                "serve: --adapter-path is for all requests, --adapter for those that name it; give one"
+            )
         if len(names) > MAX_ADAPTERS:
             raise InvalidArgument(f"serve: at most {MAX_ADAPTERS} adapters are served, not {len(names)}")
         for place, name in enumerate(names):

@@ -17,8 +17,8 @@ from mlx_lm.server import _format_top_logprobs
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, ROOM, Admission, Decisions
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
-from .worker import Outcome
 from .refusal import Refusal
+from .worker import Outcome
 
 __all__ = ["Request", "Scheduler", "Token", "say"]
 

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
-from mlxdist.base.environment import Environment
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory

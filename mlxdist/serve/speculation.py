@@ -96,6 +96,8 @@ class _SpeculativeBatch(GenerationBatch):
     """As in mlx-lm's, each request has a token between steps that is sampled and not in the cache: the next one."""
 
     num_draft_tokens = 0
+    samplers: list[Any]
+    logits_processors: list[Any]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -120,8 +122,10 @@ class _SpeculativeBatch(GenerationBatch):
             sampled.append(tokens)
             logprobs.append(of_all)
         mx.eval(inputs, sampled, logprobs, self._next_logprobs)
-        self.inputs = inputs.tolist()
-        return self._accept(mx.stack(sampled, axis=1).tolist(), logprobs)
+        rows: Any = inputs.tolist()
+        after: Any = mx.stack(sampled, axis=1).tolist()
+        self.inputs = rows
+        return self._accept(after, logprobs)
 
     def _draft(self, contexts: list[mx.array | None]) -> mx.array:
         """The next tokens, and drafts of the draft model after them. Shape (requests, 1 + drafts)."""
@@ -136,8 +140,9 @@ class _SpeculativeBatch(GenerationBatch):
         return inputs
 
     def _look_up(self, contexts: list[mx.array | None]) -> mx.array:
-        """The next tokens, and as many drafts as the request has of which most are found; zeros where there are less."""
-        following, most = self._next_tokens.tolist(), self._most_drafts()
+        """The next tokens, and drafts: as many as the most that are found for a request, zeros where there are less."""
+        following: Any = self._next_tokens.tolist()
+        most = self._most_drafts()
         self._lookups = {uid: self._lookups.get(uid) or _Lookup() for uid in self.uids}
         found = [
             self._lookups[uid].after([*tokens, token], most)
@@ -152,14 +157,13 @@ class _SpeculativeBatch(GenerationBatch):
         left = max(most - made for most, made in zip(self.max_tokens, self._num_tokens)) - 1
         return min(self.num_draft_tokens, left)
 
-    def _sample(
-        self, logits: mx.array, drafts: mx.array, contexts: list[mx.array | None]
-    ) -> tuple[mx.array, mx.array]:
+    def _sample(self, logits: mx.array, drafts: mx.array, contexts: list[mx.array | None]) -> tuple[mx.array, mx.array]:
         """Tokens and log-probabilities after the next tokens and ``drafts``, of shape (requests, drafts)."""
         rows = []
         for row, (context, processors) in enumerate(zip(contexts, self.logits_processors)):
             one = logits[row : row + 1]
             for processor in processors or ():
+                assert context is not None  # there are processors
                 one = processor(mx.concatenate([context, drafts[row]]), one)
             rows.append(one)
         logits = mx.concatenate(rows) if any(self.logits_processors) else logits

@@ -142,4 +142,7 @@ class _QuantizedOutputEmbedding(nn.QuantizedEmbedding):
             self.update(whole)
 
 
-_OUTPUT_EMBEDDINGS = {nn.Embedding: _OutputEmbedding, nn.QuantizedEmbedding: _QuantizedOutputEmbedding}
+_OUTPUT_EMBEDDINGS: dict[type, type] = {
+    nn.Embedding: _OutputEmbedding,
+    nn.QuantizedEmbedding: _QuantizedOutputEmbedding,
+}

@@ -131,11 +131,10 @@ class Worker:
         stage = stage_of(model)
         self._batches = 1 if stage is None else stage.stages
         file = source_of(_innermost(model))
-        alone = file in REQUESTS_ALONE
-        self._sizes: dict[str, Any] = {
-            "completion_batch_size": 1 if alone else -(-limits.decode_concurrency // self._batches),
-            "prefill_batch_size": 1 if alone or file in PROMPTS_ALONE else -(-limits.prompt_concurrency // self._batches),
-        }
+        places = 1 if file in REQUESTS_ALONE else limits.decode_concurrency
+        prompts = 1 if file in (*REQUESTS_ALONE, *PROMPTS_ALONE) else limits.prompt_concurrency
+        self._places = -(-places // self._batches)
+        self._sizes = {"completion_batch_size": self._places, "prefill_batch_size": -(-prompts // self._batches)}
         self._generator = self._new_generator(limits.prefill_step_size)
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
@@ -176,7 +175,7 @@ class Worker:
         self._make_room()
 
     def _new_generator(self, prefill_step_size: int) -> Any:
-        sizes = self._sizes | {"prefill_step_size": prefill_step_size}
+        sizes: dict[str, Any] = self._sizes | {"prefill_step_size": prefill_step_size}
         sizes["sampler"] = self._sharded and self._sharded.greedy
         if self._batches > 1:
             return PipelineBatchGenerator(self._model, **sizes)
@@ -200,7 +199,7 @@ class Worker:
         if self._running:
             if isinstance(self._generator, BatchGenerator):
                 # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
-                self._generator.completion_batch_size = 0 if self._first_is_due else self._sizes["completion_batch_size"]
+                self._generator.completion_batch_size = 0 if self._first_is_due else self._places
             outcome.prefill, outcome.tokens = self._generator.next()
             self._gather_logprobs(outcome.tokens)
             self._first_is_due = any(response.end_of_prompt for response in outcome.prefill)

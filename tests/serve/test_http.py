@@ -16,8 +16,8 @@ from mlxdist.serve.decisions import FRAME
 from mlxdist.serve.frontend import Frontend
 from mlxdist.serve.http import Handler, Server
 from mlxdist.serve.listener import listen
-from mlxdist.serve.scheduler import Scheduler
 from mlxdist.serve.options import ServeOptions
+from mlxdist.serve.scheduler import Scheduler
 from mlxdist.serve.server import _mlx_lms
 from mlxdist.serve.worker import BatchLimits, Worker
 

@@ -30,7 +30,13 @@ def test_answers_are_those_of_whole_logits(tmp_path, kind, ranks):
     folder = save_model_folder(tmp_path / kind, kind, tie_word_embeddings=kind == "gemma3_text")
     generator = random.Random(ranks)
     bodies = [random_request(generator) for _ in range(16)]
-    filters = [{"top_k": 20}, {"min_p": 0.02}, {"top_p": 0.8, "top_k": 50}, {"xtc_probability": 0.5}, {"logprobs": True}]
+    filters = [
+        {"top_k": 20},
+        {"min_p": 0.02},
+        {"top_p": 0.8, "top_k": 50},
+        {"xtc_probability": 0.5},
+        {"logprobs": True},
+    ]
     for number, fields in enumerate([*filters, {"logprobs": True, "top_logprobs": 3}]):
         bodies.append({"prompt": f"filtered {number}", "max_tokens": 24, "temperature": 0.9, "seed": number} | fields)
 

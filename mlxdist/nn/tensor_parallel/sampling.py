@@ -139,9 +139,9 @@ class VocabParallelSampler:
     ``key`` it comes from MLX's global random state: seed it alike on all ranks for that, or not at all. All ranks get
     the same token in any case.
 
-    With ``uniform``, numbers from 0 to 1 of shape (...), the choice is the first token up to which the probabilities add
-    up to more ("inverse transform sampling"), as ``mx.random.categorical`` chooses for a single row, up to the rounding
-    of sums. A rank then sends 12 bytes.
+    With ``uniform``, numbers from 0 to 1 of shape (...), the choice is the first token up to which the probabilities
+    add up to more ("inverse transform sampling"), as ``mx.random.categorical`` chooses for a single row, up to the
+    rounding of sums. A rank then sends 12 bytes.
 
     Args:
         temp: the temperature; 0 takes the most probable token, without filters and noise.
@@ -175,9 +175,7 @@ class VocabParallelSampler:
         with agreed("VocabParallelSampler", self._group, values):
             self._check()
 
-    def __call__(
-        self, logits: mx.array, key: mx.array | None = None, *, uniform: mx.array | None = None
-    ) -> mx.array:
+    def __call__(self, logits: mx.array, key: mx.array | None = None, *, uniform: mx.array | None = None) -> mx.array:
         here = _place("VocabParallelSampler", logits, self.sizes, self._group)
         x = logits.astype(mx.float32)
         if self.temp == 0 or x.size == 0:
