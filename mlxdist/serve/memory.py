@@ -17,7 +17,7 @@ from mlxdist.nn.rank_checks import agree, texts
 from mlxdist.runtime.device_memory import device_limit
 from mlxdist.runtime.group import Group
 
-__all__ = ["UNLIMITED", "reserved", "tokens_that_fit"]
+__all__ = ["UNLIMITED", "cache_sizes", "reserved", "tokens_that_fit"]
 
 UNLIMITED = 1 << 62
 _SHARE = 0.9  # of the device's memory; what a step computes has the rest
@@ -42,18 +42,14 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
     Raises:
         InvalidArgument: on every rank, where one has room for none.
     """
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
-    sizes = [_sizes(cache, chunk) for cache in caches]
-    per_token, fixed = sum(size for size, _ in sizes), sum(size for _, size in sizes)
-    del caches
+    per_token, fixed = cache_sizes(model, chunk)
     neighbors = texts(host_identity(), group).count(host_identity())
     left = int(_SHARE * device_limit() / neighbors - mx.get_active_memory() - fixed * requests)
-    fit = min(int(left / per_token), UNLIMITED) if per_token else UNLIMITED
+    fit = 0 if left <= 0 else min(int(left / per_token), UNLIMITED) if per_token else UNLIMITED
     found = agree("serve", group, None, {}, [fit, left])
     rank = int(found[:, 0].argmin())
     tokens, left = map(int, found[rank])
-    if tokens < 2 or left < 0:
+    if tokens < 2:
         raise InvalidArgument(
             f"serve: rank {rank} has {left / 1e9:.2f} GB left for KV caches beside its weights; share the model over "
             "more ranks, lower --decode-concurrency or --prompt-cache-size, or give --max-total-tokens"
@@ -61,8 +57,15 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
     return tokens
 
 
+def cache_sizes(model: nn.Module, chunk: int) -> tuple[float, float]:
+    """Bytes of the KV caches of a request: for each token, and those that do not grow. Collective as the model is."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
+    sizes = [_sizes(cache, chunk) for cache in caches]
+    return sum(size for size, _ in sizes), sum(size for _, size in sizes)
+
+
 def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
-    """Bytes for each token of a request, and those that all its tokens share."""
     if isinstance(cache, CacheList):
         sizes = [_sizes(part, chunk) for part in cache.caches]
         return sum(size for size, _ in sizes), sum(size for _, size in sizes)

@@ -27,12 +27,15 @@ def model(tmp_path_factory):
 )
 def test_preempted_answers_are_those_of_one_process(model, ranks, options):
     generator = random.Random(ranks)
-    bodies = [random_request(generator) | {"max_tokens": 24} for _ in range(16)]
+    first = [random_request(generator) | {"max_tokens": 150, "priority": 50} | ENDLESS for _ in range(3)]
+    bodies = [random_request(generator) | {"priority": generator.choice([-3, 0, 2])} for _ in range(12)]
     with ServerProcess(model, 1) as one:
-        expected = [one.ask(body)["choices"] for body in bodies]
-    bodies = [body | {"priority": generator.choice([-3, 0, 2, 50])} for body in bodies]
+        expected = [one.ask(body)["choices"] for body in first + bodies]
     with ServerProcess(model, ranks, *options) as server, ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda body: server.ask(body)["choices"], bodies)) == expected
+        answers = [threads.submit(server.ask, body) for body in first]
+        assert wait_for(lambda: server.metrics()["running"] >= 2, 30)
+        answers += [threads.submit(server.ask, body) for body in bodies]
+        assert [answer.result()["choices"] for answer in answers] == expected
         assert wait_for(lambda: server.metrics()["running"] == 0, 30)
         metrics = server.metrics()
         assert metrics["preempted_total"] > 0 == metrics["reserved_tokens"]

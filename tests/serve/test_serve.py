@@ -261,6 +261,7 @@ def test_health_models_and_metrics(server):
     assert found["id"] == "tiny" and server.ask(None, "/v1/models/tiny") == found | {
         "created": pytest.approx(found["created"], abs=60)
     }
+    assert server.text("counted")
     metrics = server.metrics()
     assert metrics["time_to_first_token_seconds_count"] > 0 and metrics["queued"] == 0
     # A message has 1 KiB, and what admitted requests bring: at least 4 bytes for each token of their prompts.

@@ -10,13 +10,14 @@ import overlapping
 import pytest
 import tiny_models
 from mlx_lm import load, stream_generate
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.server import _make_logits_processors, _make_sampler
 from overlapping import admission, run
 from serving import NOT_BATCHED, PLAIN, save_model_folder
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
+from mlxdist.serve.memory import cache_sizes
 from mlxdist.serve.prefix_cache import PrefixCache
 from mlxdist.serve.scheduler import Request
 from mlxdist.serve.worker import BatchLimits, Worker
@@ -120,6 +121,19 @@ def test_a_request_that_is_preempted_goes_on_with_the_tokens_it_would_have_had(l
             tokens[response.uid].append(response.token)
         admit, cancel, step = [], [], step + 1
     assert request.generated == expected[:14] and tokens[1] == alone(loaded, other)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_what_the_caches_of_a_request_cost(kind):
+    """Against those of 512 tokens: sliding windows and states of linear attention do not grow with them."""
+    model = tiny_models.build(kind)
+    per_token, fixed = cache_sizes(model, 64)
+    caches = make_prompt_cache(model)
+    for _ in range(512 // 64):
+        mx.eval(model(mx.array([[1] * 64]), cache=caches), [cache.state for cache in caches])
+    grown = [cache.nbytes for cache in caches if isinstance(cache, KVCache)]
+    assert sum(grown) <= 512 * per_token <= 1.01 * sum(grown)
+    assert (fixed > 0) == (len(grown) < len(caches)) and sum(cache.nbytes for cache in caches) - sum(grown) <= fixed
 
 
 def test_running_requests_take_the_room_of_the_prefix_cache(loaded):
