@@ -45,7 +45,7 @@ def test_random_requests_get_the_tokens_of_one_process(model, ranks):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_nothing_grows(model):
-    """Resident memory, threads and descriptors of both ranks over 200 requests after as many to warm up."""
+    """Resident memory, threads and descriptors of launcher and ranks over 200 requests after as many to warm up."""
     generator = random.Random(9)
 
     def measure(pid):
@@ -63,7 +63,7 @@ def test_nothing_grows(model):
                     pass
             assert wait_for(lambda: server.metrics()["running"] == 0, 30)
             time.sleep(0.5)  # threads of connections end
-            return [measure(pid) for pid in server.pids()]
+            return [measure(pid) for pid in (server.process.pid, *server.pids())]
 
         before = load()
         after = load()
