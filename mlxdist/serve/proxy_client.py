@@ -80,7 +80,7 @@ class ProxyClient:
     async def forward(self, upstream: asyncio.StreamWriter) -> None:
         """Sends the request, its body as it comes. Returns when the client has gone."""
         with contextlib.suppress(OSError):  # rank 0 has gone, or has answered without the body
-            upstream.write(self._request)
+            upstream.write(bytes(self._request))
             if not self._has_length:
                 upstream.write_eof()
             while self._missing:

@@ -53,7 +53,7 @@ def test_random_requests_get_the_tokens_of_one_process(model, requests, ranks):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_nothing_grows(model, pytestconfig):
-    """Resident memory, threads and descriptors of both ranks, and what MLX holds, over --soak seconds of load."""
+    """Resident memory, threads and descriptors of launcher and ranks, and MLX's memory, over --soak seconds of load."""
     generator = random.Random(9)
 
     def measure(pid):
@@ -75,7 +75,7 @@ def test_nothing_grows(model, pytestconfig):
                 server.text(prompt, 1)
             time.sleep(0.5)  # threads of connections end
             active = server.metrics()["active_memory_bytes"]
-            return active, [measure(pid) for pid in server.pids()]
+            return active, [measure(pid) for pid in (server.process.pid, *server.pids())]
 
         active, before = load(10)
         active_then, after = load(pytestconfig.getoption("--soak"))
