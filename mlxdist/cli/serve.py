@@ -162,7 +162,7 @@ def serve(
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
         proxy, more = None, []
-        if _has_first_rank(selection):
+        if max_restarts != 0 and _has_first_rank(selection):
             proxy = _proxy(given["host"], given["port"], given["request_timeout"])
             more = ["--proxy", proxy.address]
             max_restarts = _RESTARTS if max_restarts is None else max_restarts

@@ -112,8 +112,9 @@ class ProxyClient:
             self._request.clear()
         try:
             self._writer.write(data)
-            async with asyncio.timeout(SOCKET_SECONDS):
-                await self._writer.drain()
+            if self._writer.transport.get_write_buffer_size():  # else it has gone out: a timer costs more than that
+                async with asyncio.timeout(SOCKET_SECONDS):
+                    await self._writer.drain()
         except (OSError, TimeoutError):
             raise ClientGone from None
 
