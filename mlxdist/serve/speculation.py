@@ -116,14 +116,10 @@ class _SpeculativeBatch(GenerationBatch):
         inputs = (self._draft if has_draft else self._look_up)(contexts)
         compute = self.model.target if has_draft else self.model
         logits = compute(inputs, cache=self.prompt_cache)
-        sampled, logprobs = [], []
-        for place in range(inputs.shape[1]):
-            tokens, of_all = self._sample(logits[:, place], inputs[:, 1 : place + 1], contexts)
-            sampled.append(tokens)
-            logprobs.append(of_all)
+        sampled, logprobs = self._sample_all(logits, inputs, contexts)
         mx.eval(inputs, sampled, logprobs, self._next_logprobs)
         rows: Any = inputs.tolist()
-        after: Any = mx.stack(sampled, axis=1).tolist()
+        after: Any = sampled.tolist()
         self.inputs = rows
         return self._accept(after, logprobs)
 
@@ -157,6 +153,17 @@ class _SpeculativeBatch(GenerationBatch):
         left = max(most - made for most, made in zip(self.max_tokens, self._num_tokens)) - 1
         return min(self.num_draft_tokens, left)
 
+    def _sample_all(
+        self, logits: mx.array, inputs: mx.array, contexts: list[mx.array | None]
+    ) -> tuple[mx.array, mx.array]:
+        """Tokens and log-probabilities after each of ``inputs``, of shape (requests, 1 + drafts)."""
+        if not any(self.logits_processors) and not any(isinstance(each, SeededSampler) for each in self.samplers):
+            return self._sample(logits, inputs, contexts)  # of all places at once
+        places = range(inputs.shape[1])
+        found = [self._sample(logits[:, place], inputs[:, 1 : place + 1], contexts) for place in places]
+        tokens, logprobs = zip(*found)
+        return mx.stack(list(tokens), axis=1), mx.stack(list(logprobs), axis=1)
+
     def _sample(self, logits: mx.array, drafts: mx.array, contexts: list[mx.array | None]) -> tuple[mx.array, mx.array]:
         """Tokens and log-probabilities after the next tokens and ``drafts``, of shape (requests, drafts)."""
         rows = []
@@ -177,12 +184,12 @@ class _SpeculativeBatch(GenerationBatch):
             tokens.append(sampler.at(made + 1 + drafts.shape[1], one) if is_seeded else sampler(one))
         return mx.concatenate(tokens), logprobs
 
-    def _accept(self, sampled: list[list[int]], logprobs: list[mx.array]) -> list[Any]:
+    def _accept(self, sampled: list[list[int]], logprobs: mx.array) -> list[Any]:
         """Responses for the next tokens and the drafts that were sampled, too; the caches keep these.
 
         Args:
             sampled: of each request, what follows each of its inputs.
-            logprobs: of these, of each input.
+            logprobs: of these, shape (requests, inputs, vocabulary).
         """
         before = [len(tokens) for tokens in self.tokens]
         kept, reasons = [], []
@@ -198,14 +205,14 @@ class _SpeculativeBatch(GenerationBatch):
                 self._token_context[row].update_and_fetch(mx.array(inputs[1:made], mx.int32))
             kept.append(made)
             reasons.append(reason)
-        _rewind(self.prompt_cache, before, kept, len(logprobs))
+        _rewind(self.prompt_cache, before, kept, logprobs.shape[1])
         responses = [
             response
             for row, (made, reason) in enumerate(zip(kept, reasons))
             for response in self._responses(row, made, reason, logprobs)
         ]
         self._next_tokens = mx.array([after[made - 1] for after, made in zip(sampled, kept)], mx.uint32)
-        self._next_logprobs = [logprobs[made - 1][row] for row, made in enumerate(kept)]
+        self._next_logprobs = [logprobs[row, made - 1] for row, made in enumerate(kept)]
         if any(reasons):
             self.filter([row for row, reason in enumerate(reasons) if reason is None])
         return responses
@@ -217,8 +224,8 @@ class _SpeculativeBatch(GenerationBatch):
             return "stop"
         return "length" if self._num_tokens[row] >= self.max_tokens[row] else None
 
-    def _responses(self, row: int, made: int, reason: str | None, logprobs: list[mx.array]) -> list[Any]:
-        of_each = [self._next_logprobs[row], *(of_all[row] for of_all in logprobs)]
+    def _responses(self, row: int, made: int, reason: str | None, logprobs: mx.array) -> list[Any]:
+        of_each = [self._next_logprobs[row], *(logprobs[row, place] for place in range(made - 1))]
         found = [
             self.Response(self.uids[row], token, of_each[place], None, None, None)
             for place, token in enumerate(self.inputs[row][:made])
