@@ -102,7 +102,8 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         model, tokenizer = load(options, directory, placement, group)
         with agreed(name, group):
             worker = Worker(model, tokenizer, options.limits)
-        vocabulary = worker.warm_up()
+        with agreed(name, own):  # a rank that cannot go on ends no rank that has not yet seen that
+            vocabulary = worker.warm_up()
         limits = options.limits
         kept = limits.decode_concurrency + limits.prompt_cache_size
         most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)

@@ -22,15 +22,15 @@ from .machine import describe_command
 from .results import Result, Target, by_case, case_name, spread, table_of
 from .runner import ONE_THREAD, Report, Runner, benchmark, progress_bar, require_package
 from .serve_load import ANSWER_SIGMA, PROMPT_SIGMA, Answer, arrivals, ask_all, lengths
-from .serve_servers import ALONE, MLX_LM, OURS, RING, Job, running
+from .serve_servers import ALONE, DRAFTS, MLX_LM, OURS, RING, Job, accepted_drafts, running
 from .sizes import names_of
 
 __all__ = ["serve", "targets"]
 
-SERVERS = (OURS, MLX_LM, RING, ALONE)
+SERVERS = (OURS, DRAFTS, MLX_LM, RING, ALONE)
 LOADS = ("streams", "arrivals")
 ALL_TOKENS, FIRST_TOKEN, NEXT_TOKEN = "tokens", "first token", "next token"
-AS_FAST, FASTER_THAN_RING = 1.0, 1.5
+AS_FAST, FASTER_THAN_RING, FASTER_WITH_DRAFTS = 1.0, 1.5, 1.4
 WARM_UP = 8  # requests at once, which a server answers before those that count
 _PERCENTILES = ("median", "p95", "p99")
 _COUNT = click.IntRange(1, 4096)
@@ -47,6 +47,7 @@ class Load:
 
 @benchmark(repeats=5)
 @click.argument("model", default="")
+@click.option("--draft-model", default="", help="Of `mlxdist serve`, for MODEL.")
 @click.option("--load", "loads", type=names_of(LOADS), default="all", help=f"{', '.join(LOADS)}.")
 @click.option("--servers", type=names_of(SERVERS), default="all", help=f"Of {', '.join(SERVERS)}.")
 @click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at a time.")
@@ -63,6 +64,7 @@ class Load:
 def serve(
     runner: Runner,
     model: str,
+    draft_model: str,
     loads: list[str],
     servers: list[str],
     hidden: int,
@@ -78,12 +80,14 @@ def serve(
 
     "streams": --streams requests at once, of the same lengths. "arrivals": an open loop, in which requests arrive at
     random (Poisson) whether or not others have been answered; --rate inf for all at once. Their lengths are log-normal,
-    by default with ShareGPT's means. Servers: `mlxdist serve` ("mlxdist"), mlx_lm.server on mlxdist's group ("mlx-lm"),
-    on MLX's ring ("ring"), and on one process ("alone"). They run one after the other, --repeats times.
+    by default with ShareGPT's means. Servers: `mlxdist serve` ("mlxdist"), with a draft model ("drafts"), mlx_lm.server
+    on mlxdist's group ("mlx-lm"), on MLX's ring ("ring"), and on one process ("alone"). They run one after the other,
+    --repeats times.
 
-    MODEL is a model of mlx-lm as for `mlxdist serve`; without it, Qwen2 with random weights in float32. Requests are
-    greedy, as mlx_lm.server samples by a state that all requests share, and each answer is compared with that of mlx-lm
-    on one process. The server of rank 0 has to be on this machine.
+    MODEL is a model of mlx-lm as for `mlxdist serve`; without it, Qwen2 with random weights in float32, and its first
+    layer as draft model, which is right for about two of three tokens. Requests are greedy, as mlx_lm.server samples by
+    a state that all requests share, and each answer is compared with that of mlx-lm on one process. The server of rank
+    0 has to be on this machine.
 
     The exit status is 1 if an answer was wrong, `mlxdist serve` has failed, or a file is not written. Another server
     that fails is left out, with the reason.
@@ -94,7 +98,7 @@ def serve(
     if numbers["prompt_tokens"] + numbers["answer_tokens"] > numbers["max_context"]:
         raise click.UsageError("--prompt-tokens and --answer-tokens together are more than --max-context")
     try:
-        found_model = model and model_directory(model).absolute()
+        found = [str(model_directory(name).absolute()) if name else "" for name in (model, draft_model)]
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
     begin, setup = time.monotonic(), describe_command()
@@ -104,12 +108,14 @@ def serve(
         if not model:
             from .byte_model import save_byte_model
 
-            save_byte_model(Path(directory), hidden, layers)
-        job = Job(str(found_model or directory), where, runner.selection.python, runner.pinned, ONE_THREAD)
+            found = [directory, str(save_byte_model(Path(directory), hidden, layers))]
+        if not found[1]:
+            servers = [name for name in servers if name != DRAFTS]
+        job = Job(found[0], found[1], where, runner.selection.python, runner.pinned, ONE_THREAD)
         reference, expected = _reference(runner, job.model, made)
         rows, absent = _measure(runner, job, servers, made, expected, Path(directory, "server.log"))
-    found = reference | {"rows": [rows], "absent": absent}
-    results = runner.results([found], [load.case for load in made], setup | {"seconds": time.monotonic() - begin})
+    measured = reference | {"rows": [rows], "absent": absent}
+    results = runner.results([measured], [load.case for load in made], setup | {"seconds": time.monotonic() - begin})
     results["targets"] = [target.judged() for target in targets(results)]
     return Report(results, _show)
 
@@ -121,6 +127,8 @@ def targets(results: dict[str, Any]) -> list[Target]:
         if case["operation"] == ALL_TOKENS and "streams" in case:
             for other, bound in ((MLX_LM, AS_FAST), (RING, FASTER_THAN_RING)):
                 found.append(Target.slower(case_name(case), row, OURS, [other], bound))
+            if case["streams"] == 1:  # more make a step that is bound by computing
+                found.append(Target.slower(case_name(case), row, DRAFTS, [OURS], FASTER_WITH_DRAFTS))
     return found
 
 
@@ -176,6 +184,7 @@ class _Seen:
         self.answers: list[Answer] = []
         self.each: list[float] = []  # microseconds for a token of all streams, of each round
         self.wrong = 0
+        self.accepted: float | None = None  # of drafts
 
     def take(self, port: int) -> None:
         """A round. Errors as of `ask_all`."""
@@ -203,7 +212,7 @@ class _Seen:
         why = why or (None if gaps else "no answer has two tokens")
         shared = {"variant": name, "wrong": self.wrong, "refused": why, "answers": len(self.answers)}
         shared["certain"] = sum(each["certain"] == len(each["answer"]) for each in self.expected)
-        shared["questions"] = len(self.expected)
+        shared |= {"questions": len(self.expected), "accepted": self.accepted}
         found = []
         for key, row in times.items():
             case, measured = {"operation": key} | self.load.case, quantiles(np.array(row))
@@ -252,6 +261,7 @@ def _round(job: Job, name: str, seen: Sequence[_Seen], log: Path) -> None:
         ask_all(port, [{"prompt": f"{number}", "max_tokens": 16} for number in range(WARM_UP)], [0.0] * WARM_UP)
         for one in seen:
             one.take(port)
+            one.accepted = accepted_drafts(port) if name == DRAFTS else None
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
@@ -264,6 +274,8 @@ def _show(results: dict[str, Any], console: Console) -> None:
         one = next(iter(throughput.values()))
         title = case_name(one["case"] | {"operation": "requests"})
         console.print(table_of(f"{title}, on {results['setup']['ranks']} ranks", columns, cells))
+        if DRAFTS in throughput and (accepted := throughput[DRAFTS]["accepted"]) is not None:
+            console.print(f"{accepted:.0%} of the drafts became tokens of an answer.")
         if one["certain"] < one["questions"]:
             console.print(
                 f"{one['certain']} of {one['questions']} answers are compared to their end, the others up to the first "

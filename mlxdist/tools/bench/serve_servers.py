@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from mlxdist.launch.run_job import job_command
 
 from .serve_load import HOST, ask
 
-__all__ = ["ALONE", "MLX_LM", "OURS", "RING", "Job", "running"]
+__all__ = ["ALONE", "DRAFTS", "MLX_LM", "OURS", "RING", "Job", "accepted_drafts", "running"]
 
-# `mlxdist serve`; mlx_lm.server on mlxdist's group, on MLX's ring, and on one process.
-OURS, MLX_LM, RING, ALONE = "mlxdist", "mlx-lm", "ring", "alone"
+# `mlxdist serve`, without and with a draft model; mlx_lm.server on mlxdist's group, on MLX's ring, and on one process.
+OURS, DRAFTS, MLX_LM, RING, ALONE = "mlxdist", "drafts", "mlx-lm", "ring", "alone"
 _READY_SECONDS = 300.0  # to load the model; on Linux MLX compiles its kernels the first time
 _END_SECONDS = 60.0
 # Keeps the module that it runs on the core of its rank. mlx_lm.server can say nothing of that itself.
@@ -39,7 +40,7 @@ class Job:
     """How servers are started.
 
     Attributes:
-        model: a directory, on every host.
+        model, draft_model: directories, on every host.
         where: the launcher's options for hosts and ranks.
         python: that of other hosts, or empty for this one.
         pinned: whether each rank has a core of its own.
@@ -47,6 +48,7 @@ class Job:
     """
 
     model: str
+    draft_model: str
     where: Sequence[str]
     python: str
     pinned: bool
@@ -54,8 +56,10 @@ class Job:
 
     def command(self, name: str, port: int) -> tuple[list[str], dict[str, str]]:
         """Of the launcher, with its environment."""
-        module = "mlxdist" if name == OURS else "mlx_lm"
-        words = ["serve", self.model] if name == OURS else ["server", "--model", self.model]
+        is_ours = name in (OURS, DRAFTS)
+        module = "mlxdist" if is_ours else "mlx_lm"
+        words = ["serve", self.model] if is_ours else ["server", "--model", self.model]
+        words += ["--draft-model", self.draft_model] if name == DRAFTS else []
         arguments = [module, *words, "--host", HOST, "--port", str(port)]
         if self.pinned:
             program = code_command(_PINNED, *arguments, python=self.python)
@@ -63,6 +67,18 @@ class Job:
             program = module_command(*arguments, python=self.python)
         where = ["-n", "1"] if name == ALONE else self.where
         return job_command(program, where, self.variables, ["--backend", "ring"] if name == RING else [])
+
+
+def accepted_drafts(port: int) -> float:
+    """The share of drafts so far that became tokens of an answer. Raises OSError: the server does not answer."""
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=60)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    drafted, accepted = (
+        float(re.findall(rf"^mlxdist_serve_{name}_total (\S+)", text, re.MULTILINE)[0])
+        for name in ("draft_tokens", "accepted_draft_tokens")
+    )
+    return accepted / max(drafted, 1.0)
 
 
 @contextlib.contextmanager
