@@ -1,6 +1,7 @@
 """`mlxdist bench serve`: that it runs, checks and judges. No test looks at the times of servers."""
 
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,27 +11,29 @@ from test_bench import bench, require_times, results_of
 
 from mlxdist.tools.bench.serve import ALL_TOKENS, FIRST_TOKEN, NEXT_TOKEN, _is_right, targets
 from mlxdist.tools.bench.serve_load import arrivals, ask_all, lengths
-from mlxdist.tools.bench.serve_servers import ALONE, MLX_LM, OURS, RING
+from mlxdist.tools.bench.serve_servers import ALONE, DRAFTS, MLX_LM, OURS, RING
 
 
 @pytest.mark.long
 def test_serve(tmp_path):
     """With one KV head, which mlx_lm.server cannot share between two ranks: it is left out, with its reason."""
     output = tmp_path / "results.json"
-    arguments = ["--servers", f"{OURS},{MLX_LM},{ALONE}", "--hidden", "128", "--layers", "2", "--repeats", "3"]
+    arguments = ["--servers", f"{OURS},{DRAFTS},{MLX_LM},{ALONE}", "--hidden", "128", "--layers", "2", "--repeats", "3"]
     arguments += ["--streams", "3", "--rate", "20", "--requests", "5", "--prompt-tokens", "9", "--answer-tokens", "6"]
     printed = bench("serve", *arguments, "--output", str(output)).stdout
     results = json.loads(output.read_text())
     operations = [ALL_TOKENS, FIRST_TOKEN, NEXT_TOKEN] * 2
     found = [(result["case"]["operation"], result["variant"]) for result in results["cases"]]
-    assert found == [(operation, name) for operation in operations for name in (OURS, ALONE)]
+    assert found == [(operation, name) for operation in operations for name in (OURS, DRAFTS, ALONE)]
     for result in results["cases"]:
         require_times(result["microseconds"])
         assert (result["wrong"], result["refused"]) == (0, None)
+        assert (result["accepted"] is not None) == (result["variant"] == DRAFTS)
         assert result["answers"] == 3 * (3 if "streams" in result["case"] else 5)
     (failed,) = results["absent"]
     assert failed["variant"] == MLX_LM and failed["absent"].startswith("it failed in round 1 of 3: ")
     assert f"{MLX_LM} was not measured: it failed" in printed and "targets: 0 of 2 met" in printed
+    assert re.search("[0-9]+% of the drafts became tokens", printed)
 
 
 def test_what_is_rejected():
@@ -46,6 +49,10 @@ def test_targets():
             result["case"] = result["case"] | {"streams": 8}
         cases = [*streams, *results_of(ALL_TOKENS, **{OURS: 9.0, MLX_LM: 1.0, RING: 1.0})]
         assert [target.judged()["met"] for target in targets({"cases": cases})] == met
+    alone = results_of(ALL_TOKENS, **{OURS: 1.5, DRAFTS: 1.0, MLX_LM: 1.5, RING: 1.5})
+    for result in alone:
+        result["case"] = result["case"] | {"streams": 1}
+    assert [target.judged()["met"] for target in targets({"cases": alone})] == [True, False, True]
 
 
 def test_an_answer_is_compared_as_far_as_it_is_certain():
