@@ -117,7 +117,8 @@ class Worker:
         digest: CRC-32 of the tokens of the last step and their requests, and of the drafts.
 
     Raises:
-        InvalidArgument: the model has caches that mlx-lm cannot join in a batch; or drafts, and stages.
+        InvalidArgument: the model has caches that mlx-lm cannot join in a batch, or from which drafts cannot be taken
+            back.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:

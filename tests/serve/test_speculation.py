@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from mlx_lm import load
-from serving import PLAIN, ServerProcess, random_request, save_model_folder
+from serving import PLAIN, ServerProcess, random_request, save_adapters, save_model_folder
 from test_worker import SAMPLED, admission, alone, run
 
 from mlxdist import InvalidArgument, Mismatch
@@ -188,6 +188,32 @@ def test_a_server_with_drafts_answers_as_without(folders, ranks, options):
         assert [answer["choices"] for answer in threads.map(server.ask, bodies)] == expected
         metrics = server.metrics()
         assert 0 < metrics["accepted_draft_tokens_total"] < metrics["draft_tokens_total"]
+        assert server.stop() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["--draft-model", "DRAFT"], ["--prompt-lookup"], ["--shard-vocabulary"]])
+def test_adapters_grammars_and_preemption_are_as_without(folders, tmp_path, options):
+    """Whatever else computes the tokens of the batch."""
+    adapters = [save_adapters(tmp_path / f"adapter {seed}", folders[0], seed) for seed in (1, 2)]
+    given = [word for seed, folder in enumerate(adapters) for word in ("--adapter", f"lora{seed}={folder}")]
+    given += ["--max-context", "300", "--decode-concurrency", "3"]
+    generator = random.Random(7)
+    bodies = []
+    for number in range(24):
+        body = random_request(generator) | {"priority": number % 3 - 1}
+        if number % 3:
+            body["model"] = f"lora{number % 3 - 1}"
+        if number % 4 == 0:
+            body = {"structured_outputs": {"regex": "[0-9]{3}-[a-c]{2,9}!"}} | body
+            body.pop("stop", None)
+        bodies.append(body)
+    options = [str(folders[1]) if option == "DRAFT" else option for option in options]
+    with ServerProcess(folders[0], 1, *given) as server:
+        expected = [server.ask(body)["choices"] for body in bodies]
+    with ServerProcess(folders[0], 2, *given, *options) as server, ThreadPoolExecutor(12) as threads:
+        assert [answer["choices"] for answer in threads.map(server.ask, bodies)] == expected
+        assert server.metrics()["preempted_total"] > 0
         assert server.stop() == 0
 
 
