@@ -164,7 +164,7 @@ def test_adapters_that_cannot_be_served_are_an_error_at_the_start(model, tmp_pat
     assert "is not NAME=PATH" in error("--adapter", paths[0])
     assert "unlike '../a'" in error("--adapter", f"../a={paths[0]}")
     assert "tiny is the name of the model" in error("--adapter", f"tiny={paths[0]}")
-    assert "a is the name of the model or of another adapter" in error(*one, "--adapter", f"a={paths[1]}")
+    assert "a is the name of two adapters" in error(*one, "--adapter", f"a={paths[1]}")
     assert "--adapter for those that name it; give one" in error(*one, "--adapter-path", paths[1])
     assert "adapter_path must be a directory of mlx-lm's lora training" in error(*one, "--adapter", f"b={tmp_path}")
     assert "which is not that of this model" in error(*one, model=other)
