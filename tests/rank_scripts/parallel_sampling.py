@@ -164,6 +164,28 @@ def distribution() -> None:
     assert len(set(np.array(tokens).tolist())) == vocabulary
 
 
+def inverse_transform() -> None:
+    """With uniform numbers: the tokens of mx.random.categorical for single rows, and of a dense sum for several."""
+    mx.random.seed(5)
+    for vocabulary, temp in product([size, 37, 400], [0.5, 1.0]):
+        sizes = sizes_of(vocabulary, uneven=vocabulary == 400)
+        logits = mx.where(mx.random.uniform(shape=(40, vocabulary)) < 0.2, -mx.inf, mx.random.normal((40, vocabulary)))
+        logits[:, 0] = 0.0
+        sampler, uniform, expected = VocabParallelSampler(temp, sizes=sizes), [], []
+        for row in range(40):
+            mx.random.seed(row)
+            expected.append(mx.random.categorical(logits[row : row + 1] * (1 / temp)).item())
+            mx.random.seed(row)
+            uniform.append(mx.random.uniform(shape=(1,)))
+            selected = sampler(mine(logits[row : row + 1], sizes), uniform=uniform[-1])
+            assert selected.dtype == mx.uint32
+            equal(selected, [expected[-1]], f"row {row} of {vocabulary}, temperature {temp}")
+        together = sampler(mine(logits, sizes), uniform=mx.concatenate(uniform))
+        equal(together, expected, f"all rows of {vocabulary}, temperature {temp}")
+        ends = sampler(mine(logits[:1], sizes), uniform=mx.array([1.0]))  # rounding may give a number as large as this
+        assert np.isfinite(np.array(logits)[0, ends.item()])
+
+
 def dense_log_probs(logits: mx.array, tokens: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
