@@ -158,6 +158,11 @@ def serve(
     """
     if api_key:
         api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)
+    if given["draft_model"] and given["prompt_lookup"]:
+        raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
+    if given["shard_draft_model"] and not given["draft_model"]:
+        raise click.UsageError("--shard-draft-model is for --draft-model")
+    drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
@@ -171,9 +176,6 @@ def serve(
         return
     if max_restarts is not None:
         raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
-    if given["draft_model"] and given["prompt_lookup"]:
-        raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
-    drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
     from mlxdist.serve.options import ServeOptions
     from mlxdist.serve.placement import Layout
     from mlxdist.serve.server import serve as run

@@ -22,6 +22,7 @@ proxy.py         in the launcher, before rank 0: stays while ranks are restarted
 listener.py      where both listen; refusal.py: a request that is not served
 limits.py        what a request may ask for
 metrics.py       counters as Prometheus reads them
+options.py       what the operator says; loading.py: the model, with what that adds to it
 server.py        joins them
 
 What is mlx-lm's stays mlx-lm's: the HTTP API, chat templates, tool parsers, BatchGenerator, caches and samplers.

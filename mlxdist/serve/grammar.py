@@ -39,6 +39,7 @@ matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
 matcher.compute_bitmask()
 sys.stdout.buffer.write(matcher.get_error().encode())
 """
+_WAIT = 10.0  # seconds for others that are being compiled
 _compiling = threading.Lock()  # one process at a time, whatever clients send
 
 
@@ -183,12 +184,16 @@ def _regex_of(given: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _compile(grammar: str) -> str:
-    """What is wrong with it; empty if nothing is."""
-    with _compiling:
-        try:
-            done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=30)
-        except subprocess.TimeoutExpired:
-            raise Refusal("this machine is too busy to compile the grammar", 503) from None  # which is not kept
+    """What is wrong with it; empty if nothing is. Raises Refusal, which is not kept: the machine is too busy."""
+    busy = Refusal("this machine is too busy to compile the grammar", 503, retry_after=1)
+    if not _compiling.acquire(timeout=_WAIT):
+        raise busy
+    try:
+        done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        raise busy from None
+    finally:
+        _compiling.release()
     return _sentence(done.stdout.decode()) if done.returncode == 0 else "it takes too much time or memory"
 
 

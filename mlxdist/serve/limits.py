@@ -9,10 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .decisions import MAX_BIASES, MAX_STOPS
-from .listener import MAX_BODY
 from .refusal import Refusal
 
-__all__ = ["MAX_BODY", "Refusal", "check_fields", "check_parameters", "parse_body", "sentence"]
+__all__ = ["check_fields", "check_parameters", "parse_body", "sentence"]
 
 _MAX_DEPTH = 32  # of lists and objects in each other
 _MAX_MESSAGES = 4096

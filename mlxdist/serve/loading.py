@@ -63,4 +63,5 @@ def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | 
         return load_sharded(options.draft_model, group, stream=options.stream_weights)
     alone = group.split(group.rank())
     assert alone is not None  # the color is not negative
-    return load_sharded(options.draft_model, alone)
+    with agreed("serve", group):
+        return load_sharded(options.draft_model, alone)

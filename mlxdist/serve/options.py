@@ -78,5 +78,5 @@ class ServeOptions:
                 raise InvalidArgument(f"serve: {name} is the name of two adapters")
         if self.shard_vocabulary and self.limits.num_draft_tokens:
             raise InvalidArgument("serve: the vocabulary is not sharded with drafts")
-        if self.prompt_cache_dir and (self.draft_model or names):
-            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or with --adapter")
+        if self.prompt_cache_dir and (self.draft_model or self.adapter_path or names):
+            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or adapters")

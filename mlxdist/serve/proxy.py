@@ -67,6 +67,7 @@ class Proxy:
         self._outage: _Outage | None = None
         self._is_last = False  # no outage follows, and this one has no end
         self._connections: set[asyncio.Task] = set()
+        self._leaving: set[asyncio.Task] = set()  # connections to rank 0 that it has not closed yet
         self._started = self._ready = self._expected = 0.0  # when this start began, was and will be ready; 0: not yet
         self._load_seconds = 0.0  # of the last start that became ready
         self._listens = threading.Event()
@@ -102,8 +103,8 @@ class Proxy:
         outage.reason = outage.reason if self._is_last else "the server stops"
         self._is_last = True
         outage.end()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=_LAST_SECONDS)
+        if tasks := self._connections | self._leaving:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
 
     def _begin(self, path: Path) -> None:
         self._socket, self._started, self._ready = path, time.monotonic(), 0.0
@@ -130,6 +131,7 @@ class Proxy:
 
     async def _look(self) -> _Outage | None:
         """Asks rank 0 whether it is ready. The outage, if it is not."""
+        asked = self._socket, self._outage
         try:
             if self._is_last or self._socket is None:
                 raise ConnectionRefusedError
@@ -140,6 +142,8 @@ class Proxy:
                     reason = json.loads((await reader.read()).partition(b"\r\n\r\n")[2]).get("reason", "")
         except (OSError, TimeoutError, ValueError):
             reason = "rank 0 does not answer"
+        if asked != (self._socket, self._outage):  # an answer of the ranks before
+            return self._outage
         if reason:
             outage = self._lose(reason)
             outage.reason = outage.reason if outage.is_explained.is_set() else reason
@@ -156,17 +160,13 @@ class Proxy:
         is_known = self._load_seconds and not self._is_last
         return Refusal(outage.reason, 503, min(max(seconds, 1), _MAX_RETRY_AFTER) if is_known else None)
 
-    def _count(self, task: asyncio.Task) -> None:
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = ProxyClient(reader, writer)
         try:
             if len(self._connections) >= MAX_CONNECTIONS:
                 await client.answer(503, Refusal("too many connections are open", 503).error, retry_after=1)
                 return
-            self._count(cast(asyncio.Task, asyncio.current_task()))
+            _keep(cast(asyncio.Task, asyncio.current_task()), self._connections)
             try:
                 await client.read_head()
                 await self._answer(client)
@@ -213,7 +213,7 @@ class Proxy:
         except (EOFError, OSError):
             return False
         finally:
-            self._count(asyncio.create_task(_leave(reader, writer)))
+            _keep(asyncio.create_task(_leave(reader, writer)), self._leaving)
 
     async def _relay(self, upstream: asyncio.StreamReader, client: ProxyClient) -> bool:
         head = await upstream.readuntil(b"\r\n\r\n")
@@ -246,8 +246,14 @@ class Proxy:
                 return True
 
 
+def _keep(task: asyncio.Task, tasks: set[asyncio.Task]) -> None:
+    """Among these, until it has ended."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
 async def _leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Rank 0 cancels a request that still runs. The connection counts until it has closed it, too."""
+    """Rank 0 cancels a request that still runs. Returns when it has closed the connection, too."""
     with contextlib.suppress(OSError, TimeoutError):
         writer.write_eof()
         async with asyncio.timeout(SOCKET_SECONDS):

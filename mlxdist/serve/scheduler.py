@@ -210,7 +210,7 @@ class Scheduler:
             if len(request.generated) == 1:
                 request.first = time.monotonic()
                 self._metrics.first_token(request.first - request.arrived)
-            failed = outcome.failed.get(response.uid)
+            failed = outcome.failed.get(response.uid) if response.finish_reason is not None else None
             if failed:
                 request.events.put(Refusal(f"the grammar of the request has failed: {failed}", 500))
             else:
@@ -293,7 +293,10 @@ class Scheduler:
         logprob = response.logprobs[response.token].item()
         top: tuple[dict[str, Any], ...] = ()
         if top_logprobs > 0:
-            found = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
+            listed = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
+            found = [
+                each for each in listed if math.isfinite(each["logprob"])
+            ]  # a grammar allows fewer; JSON has no infinity
             name = self._tokenizer.convert_ids_to_tokens(response.token)
             own = {"id": response.token, "token": name, "logprob": logprob}
             # mlx-lm's handler takes the first one for the token itself.

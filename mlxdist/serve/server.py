@@ -185,10 +185,19 @@ def _mlx_lms(options: ServeOptions) -> Namespace:
 
 
 def _context(directory: Path, options: ServeOptions) -> int:
-    """Tokens of a prompt and its answer; drafts go beyond its end."""
+    """Tokens of a prompt and its answer. Drafts go beyond its end, and must have positions.
+
+    Raises:
+        InvalidArgument: there are none left.
+    """
     config = load_config(directory)
     found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    return min(options.max_context or found or _CONTEXT, MAX_PROMPT) - options.limits.num_draft_tokens
+    most = min(options.max_context or found or _CONTEXT, MAX_PROMPT)
+    if found and most <= found:
+        most = min(most, found - options.limits.num_draft_tokens)
+    if most < 2:
+        raise InvalidArgument(f"serve: the model has {found} positions; lower --num-draft-tokens")
+    return most
 
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:

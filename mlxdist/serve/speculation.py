@@ -106,6 +106,7 @@ class _SpeculativeBatch(GenerationBatch):
 
     def next(self) -> list[Any]:
         self.inputs = []
+        self._current_tokens, self._current_logprobs = None, []  # of mlx-lm's step: it would join those of all requests
         if not self.uids:
             return []
         has_draft = isinstance(self.model, DraftedModel)

@@ -42,6 +42,8 @@ class VocabParallelModel:
         self.model, self._group = model, group
         self._sizes = _shard_output_layer(model, group)
         self._sampler = VocabParallelSampler(sizes=self._sizes, group=group)
+        self.greedy: Sampler = self._ordered(lambda row: self._sampler(row[..., :-1]))
+        self._last: mx.array | None = None  # what the last collective of a row gave
         self.vocabulary = sum(self._sizes)
 
     def make_cache(self) -> list[Any]:
@@ -61,16 +63,12 @@ class VocabParallelModel:
 
     def gathered(self, row: mx.array) -> mx.array:
         """All logits of a row, or all log-probabilities. A collective, when it is evaluated."""
-        return join(row[..., :-1], -1, self._sizes, self._group)
-
-    def greedy(self, row: mx.array) -> mx.array:
-        """The most probable token, of any number of rows."""
-        return self._sampler(row[..., :-1])
+        return self._ordered(lambda row: join(row[..., :-1], -1, self._sizes, self._group))(row)
 
     def sampler(self, sampling: SamplingArguments, sampler: Sampler) -> Sampler:
         """What draws from this model's rows as ``sampler``, mlx-lm's with these arguments, does from whole ones."""
         if sampler is greedy_sampler:
-            return self.greedy
+            return self.greedy  # one for all rows, with which mlx-lm samples them at once
         if sampling.xtc_probability > 0:
             return lambda row: sampler(self.gathered(row))
         sharded = copy(self._sampler)
@@ -80,7 +78,7 @@ class VocabParallelModel:
         def sample(row: mx.array) -> mx.array:
             return sharded(row[..., :-1], uniform=mx.random.uniform(shape=(len(row),)))
 
-        return sample
+        return self._ordered(sample)
 
     def processors(self, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
         """One for this model's rows, which does what ``processors`` do with whole ones."""
@@ -94,6 +92,16 @@ class VocabParallelModel:
             return self._with_rest(shards[self._group.rank()], sums)
 
         return [process] if processors else []
+
+    def _ordered(self, collective: Sampler) -> Sampler:
+        """Each depends on the one before. Else rows would not depend on each other, and MLX would order their
+        collectives by graphs, which differ where ranks pad shards of unequal sizes."""
+
+        def after_the_last(row: mx.array) -> mx.array:
+            self._last = collective(row if self._last is None else mx.depends(row, self._last))
+            return self._last
+
+        return after_the_last
 
     def _with_rest(self, logits: mx.array, sums: mx.array) -> mx.array:
         """``sums``: the log-sum-exp of each rank's logits, shape (ranks, ..., 1)."""

@@ -9,8 +9,8 @@ import pytest
 from serving import PLAIN
 
 from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, Decisions
-from mlxdist.serve.limits import Refusal
 from mlxdist.serve.metrics import Metrics
+from mlxdist.serve.refusal import Refusal
 from mlxdist.serve.scheduler import Request, Scheduler
 from mlxdist.serve.worker import Outcome
 

@@ -13,6 +13,7 @@ from test_worker import SAMPLED, admission, alone, run
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
+from mlxdist.serve.options import ServeOptions
 from mlxdist.serve.speculation import DraftedModel
 from mlxdist.serve.worker import BatchLimits, Worker
 
@@ -105,6 +106,7 @@ def test_drafts_of_the_model_itself_are_all_right(loaded):
     found = run(worker, requests)
     assert found == {number: alone(loaded, requests[number]) for number in (0, 1)}
     assert counts[2] == 9  # 5 tokens in each
+    assert worker._generator._generation_batch._current_tokens is None  # mlx-lm would join those of all requests
 
 
 def test_what_repeats_is_looked_up(loaded):
@@ -156,6 +158,19 @@ def test_other_drafts_than_those_of_rank_0_are_a_mismatch(loaded, draft_model):
     assert digests[0] != digests[1]
     with pytest.raises(Mismatch, match="this rank has sampled other tokens than rank 0"):
         workers[0].step(Decisions(6, workers[1].digest))
+
+
+@pytest.mark.parametrize(
+    "given, wrong",
+    [
+        ({"shard_vocabulary": True, "limits": BatchLimits(num_draft_tokens=3)}, "is not sharded with drafts"),
+        ({"prompt_cache_dir": "saved", "draft_model": "draft"}, "is not saved with a draft model or adapters"),
+        ({"prompt_cache_dir": "saved", "adapter_path": "adapters"}, "is not saved with a draft model or adapters"),
+    ],
+)
+def test_options_that_do_not_go_together(given, wrong):
+    with pytest.raises(InvalidArgument, match=wrong):
+        ServeOptions("model", **given).check()
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from serving import PLAIN, TEMPLATE, VOCABULARY, ServerProcess, save_model_folde
 from transformers import PreTrainedTokenizerFast
 
 from mlxdist.serve.grammar import GrammarProcessor, after_thinking, grammar_of, grammar_tokenizer
-from mlxdist.serve.limits import Refusal
+from mlxdist.serve.refusal import Refusal
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 END = 256
@@ -140,6 +141,16 @@ def test_what_a_random_model_samples_is_of_its_schema_or_expression(server, expe
         assert re.fullmatch(regex, text), (regex, text)
     assert {answer["choices"][0]["finish_reason"] for answer in answers[: len(bodies)]} == {"stop"}
     assert texts[: len(bodies)] == list(map(expected, bodies))
+
+
+def test_logprobs_of_tokens_that_a_grammar_does_not_allow_are_left_out(server):
+    """JSON has no minus infinity."""
+    body = {"prompt": "a digit: ", "structured_outputs": {"regex": "[0-9]"}, "logprobs": True, "top_logprobs": 11}
+    request = urllib.request.Request(server.address + TEXT, json.dumps(body | {"max_tokens": 3}).encode())
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.loads(response.read(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    entry = answer["choices"][0]["logprobs"]["content"][0]
+    assert len(entry["top_logprobs"]) == 10 and all(each["token"].isdigit() for each in entry["top_logprobs"])
 
 
 def test_the_openai_package_asks_for_objects(server):

@@ -65,7 +65,9 @@ def _cuts_of(module: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
     elif isinstance(module, (*COLUMN_SHARDED, *ROW_SHARDED)):
         yield from _of_mlx(module)
     elif isinstance(module, FullyShardedModule | SplitBlock):
-        instead = "fully_shard of mlxdist.train" if isinstance(module, FullyShardedModule) else "mlxdist.nn.shard_model"
+        instead = (
+            "fully_shard of mlxdist.train" if isinstance(module, FullyShardedModule) else "shard_model of mlxdist.nn"
+        )
         raise InvalidArgument(f"cuts: a {type(module).__name__} does not say how it is sharded; use {instead}")
 
 
