@@ -248,10 +248,11 @@ class VocabParallelSampler:
         masses = _gather(summed[:, -1:], self._group)  # (ranks, rows, 1)
         until = mx.cumsum(masses, axis=0)
         target = uniform * until[-1]
-        owner = mx.minimum((until <= target).sum(axis=0), self._group.size() - 1)
+        # Sums are rounded: not behind the last rank, or the last token, that is probable.
+        owner = mx.minimum((until <= target).sum(axis=0), (until < until[-1]).sum(axis=0))
         rank = self._group.rank()
         place = (summed <= target - (until[rank] - masses[rank])).sum(axis=-1, keepdims=True)
-        last = (summed < summed[:, -1:]).sum(axis=-1, keepdims=True)  # that is probable: sums are rounded
+        last = (summed < summed[:, -1:]).sum(axis=-1, keepdims=True)
         mine = mx.where(owner == rank, here.start + mx.minimum(place, last), 0)
         return all_sum(mine.astype(mx.uint32), group=self._group)
 
