@@ -7,34 +7,23 @@ from typing import Any
 
 import click
 
-from mlxdist.base.environment import MAX_RANKS
-from mlxdist.cluster.hostfile.options import HostSelection, host_options
+from mlxdist.cluster.hostfile.options import HostSelection
 
-from .serve import COUNT, json_object, layout_options, start_ranks
+from .serve import COUNT, layout_of, layout_options, max_context_option, model_options, start_ranks, template_option
 
 __all__ = ["chat"]
 
 
 @click.command()
-@click.argument("model")
-@click.option(
-    "-n", "ranks", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of ranks; with hosts: on each."
-)
-@host_options
+@model_options
 @layout_options
 @click.option("--system-prompt", default="", metavar="TEXT", help="Before the first question.")
 @click.option("--max-tokens", "-m", type=COUNT, default=256, show_default=True, help="Of an answer.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Temperature.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Nucleus sampling.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Of each answer.  [default: another one each time]")
-@click.option("--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
-@click.option(
-    "--chat-template-args",
-    callback=json_object,
-    default="{}",
-    metavar="JSON",
-    help="Such as '{\"enable_thinking\": false}'.",
-)
+@max_context_option
+@template_option
 @click.option("--interactive/--no-interactive", default=None, help="Prompts and statistics.  [default: on a terminal]")
 @click.pass_context
 def chat(
@@ -65,7 +54,16 @@ def chat(
         return
     from mlxdist.serve.chat import ChatOptions
     from mlxdist.serve.chat import chat as run
-    from mlxdist.serve.placement import Layout
 
-    layout = Layout(**{name: given.pop(name) for name in ("tp", "ep", "pipeline", "rank_shares", "plan")})
-    run(ChatOptions(model, layout=layout, interactive=interactive, **given))
+    own = (
+        "stream_weights",
+        "system_prompt",
+        "max_tokens",
+        "temp",
+        "top_p",
+        "seed",
+        "max_context",
+        "chat_template_args",
+    )
+    options = {name: given[name] for name in own}
+    run(ChatOptions(model, layout=layout_of(given), interactive=interactive, **options))

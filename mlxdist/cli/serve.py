@@ -18,16 +18,26 @@ from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from .shard import RankShares
 
 if TYPE_CHECKING:
+    from mlxdist.serve.placement import Layout
     from mlxdist.serve.proxy import Proxy
 
-__all__ = ["COUNT", "json_object", "layout_options", "serve", "start_ranks"]
+__all__ = [
+    "COUNT",
+    "layout_of",
+    "layout_options",
+    "max_context_option",
+    "model_options",
+    "serve",
+    "start_ranks",
+    "template_option",
+]
 
 _KEY = "MLXDIST_API_KEY"
 COUNT = click.IntRange(min=1)
 _RESTARTS = 3
 
 
-def json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
+def _json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -44,6 +54,16 @@ def _pairs(context: click.Context, parameter: click.Parameter, given: tuple[str,
     return given
 
 
+max_context_option = click.option(
+    "--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]"
+)
+template_option = click.option(
+    "--chat-template-args",
+    callback=_json_object,
+    default="{}",
+    metavar="JSON",
+    help="Such as '{\"enable_thinking\": false}'.",
+)
 _LAYOUT = (
     click.option("--tp", type=COUNT, help="Ranks that share every layer.  [default: chosen]"),
     click.option("--ep", type=COUNT, help="Ranks (times --tp) that share the experts.  [default: chosen]"),
@@ -60,6 +80,16 @@ _LAYOUT = (
 )
 
 
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """MODEL, and the ranks that the command starts."""
+    ranks = click.IntRange(1, MAX_RANKS)
+    command = host_options(command)
+    command = click.option("-n", "ranks", type=ranks, metavar="N", help="Number of ranks; with hosts: on each.")(
+        command
+    )
+    return click.argument("model")(command)
+
+
 def layout_options(command: Callable[..., None]) -> Callable[..., None]:
     """Which rank holds what of MODEL."""
     for option in reversed(_LAYOUT):
@@ -67,12 +97,15 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def layout_of(given: dict[str, Any]) -> Layout:
+    """Of the values of `layout_options`."""
+    from mlxdist.serve.placement import Layout
+
+    return Layout(**{name: given[name] for name in ("tp", "ep", "pipeline", "rank_shares", "plan")})
+
+
 @click.command()
-@click.argument("model")
-@click.option(
-    "-n", "ranks", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of ranks; with hosts: on each."
-)
-@host_options
+@model_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--proxy", hidden=True, default="", help="Address of the launcher's proxy, for which rank 0 listens.")
@@ -110,7 +143,7 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Seconds of a request.",
 )
-@click.option("--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
+@max_context_option
 @click.option("--decode-concurrency", type=COUNT, default=32, show_default=True, help="Requests that run at a time.")
 @click.option("--prompt-concurrency", type=COUNT, default=8, show_default=True, help="Prompts in a chunk.")
 @click.option("--prefill-step-size", type=COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
@@ -127,13 +160,7 @@ def layout_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Its top_p.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Its top_k; 0 for none.")
 @click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Its min_p.")
-@click.option(
-    "--chat-template-args",
-    callback=json_object,
-    default="{}",
-    metavar="JSON",
-    help="Such as '{\"enable_thinking\": false}'.",
-)
+@template_option
 @click.pass_context
 def serve(
     context: click.Context,
@@ -177,7 +204,6 @@ def serve(
     if max_restarts is not None:
         raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
     from mlxdist.serve.options import ServeOptions
-    from mlxdist.serve.placement import Layout
     from mlxdist.serve.server import serve as run
     from mlxdist.serve.worker import BatchLimits
 
@@ -195,7 +221,7 @@ def serve(
     options = ServeOptions(
         model,
         adapters=tuple((name, path) for name, _, path in (text.partition("=") for text in given["adapter"])),
-        layout=Layout(**some("tp", "ep", "pipeline", "rank_shares", "plan")),
+        layout=layout_of(given),
         limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),

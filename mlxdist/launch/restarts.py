@@ -67,8 +67,9 @@ def run_with_restarts(
     """Calls ``run_once(number of this restart)`` until it succeeds, was interrupted, or ``most`` restarts have failed.
 
     ``name``: of the first start; ``directory`` shows the next one, if there may be one. With a ``follower``, a job that
-    fails before it was ever ready is not restarted; after a start that was ready pauses begin anew, and after LASTING
-    seconds of that, restarts too. Returns the exit status of the last one, or 128 + the signal that came in a pause.
+    fails before it was ever ready is not restarted. A start that was ready resets the pause, and after LASTING seconds
+    of that also the count of restarts. Returns the exit status of the last one, or 128 + the signal that came in a
+    pause.
     """
     used, pause, is_worth_it = 0, FIRST_PAUSE, follower is None
     for restart in range(MAX_RESTARTS + 1):

@@ -90,8 +90,8 @@ def place(directory: Path, group: Group, layout: Layout) -> Placement:
     """What rank 0 plans, on all ranks. Collective. Only rank 0 reads ``directory``, and no weights.
 
     Raises:
-        InvalidArgument: on all ranks, the model cannot be spread like this, or in no way over so many ranks; the file
-            of a plan is none.
+        InvalidArgument: on all ranks, the model cannot be sharded in this way, or over this number of ranks; the file
+            has no plan.
     """
     document = ""
     with agreed("serve", group):

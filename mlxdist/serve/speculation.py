@@ -142,7 +142,7 @@ class _SpeculativeBatch(GenerationBatch):
         most = self._most_drafts()
         self._lookups = {uid: self._lookups.get(uid) or _Lookup() for uid in self.uids}
         found = [
-            self._lookups[uid].after([*tokens, token], most)
+            self._lookups[uid].after(tokens, token, most)
             for uid, tokens, token in zip(self.uids, self.tokens, following)
         ]
         width = max(map(len, found))
@@ -244,13 +244,18 @@ class _Lookup:
         self._ends: dict[tuple[int, int], int] = {}
         self._seen = 2
 
-    def after(self, tokens: list[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the last two before. ``tokens`` grow from call to call."""
-        for end in range(self._seen, len(tokens)):
+    def after(self, tokens: list[int], following: int, most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the last two before.
+
+        Args:
+            tokens: the last one is the first of the two. They grow from call to call.
+            following: the second of the two.
+        """
+        for end in range(self._seen, len(tokens) + 1):
             self._ends[tokens[end - 2], tokens[end - 1]] = end
-        self._seen = max(len(tokens), 2)
-        start = self._ends.get((tokens[-2], tokens[-1])) if len(tokens) > 1 else None
-        return [] if start is None else tokens[start : start + max(most, 0)]
+        self._seen = max(len(tokens) + 1, 2)
+        start = self._ends.get((tokens[-1], following)) if tokens else None
+        return [] if start is None else [*tokens[start : start + most], following][:most]
 
 
 def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int) -> None:
@@ -262,7 +267,7 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
         before: tokens of each row that the cache had.
     """
     after = [sum(each) for each in zip(before, kept)]
-    end = max(after)
+    end, more = max(after), mx.array(kept) - computed
     for layer in _flat(cache):
         ended = layer._idx - computed
         shifts = [(end - now) - (ended - then) for now, then in zip(after, before)]
@@ -271,7 +276,7 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
             layer.keys = dynamic_roll(layer.keys, places[:, None], axis=2)
             layer.values = dynamic_roll(layer.values, places[:, None], axis=2)
             layer.left_padding = layer.left_padding + places
-        layer.offset = layer.offset - computed + mx.array(kept)
+        layer.offset = layer.offset + more
         layer._idx = end
 
 

@@ -114,43 +114,31 @@ def _shard_output_layer(model: nn.Module, group: Group) -> list[int]:
     """Shards ``lm_head``, or what the embedding computes in its place. Returns the tokens of each rank."""
     modules = dict(model.named_modules())
     heads = [path for path in modules if path.rpartition(".")[2] == "lm_head"]
-    embeddings = [path for path, module in modules.items() if type(module) in _OUTPUT_EMBEDDINGS]
-    if len(heads) == 1 and type(modules[heads[0]]) in (nn.Linear, nn.QuantizedLinear):
-        where, _, name = heads[0].rpartition(".")
-        modules[where][name] = ParallelLMHead.from_linear(modules[heads[0]], group=group)
-        return modules[where][name].sizes
-    if heads or len(embeddings) != 1:
+    embeddings = [path for path, module in modules.items() if type(module) in (nn.Embedding, nn.QuantizedEmbedding)]
+    found = heads or embeddings
+    if len(found) != 1 or (heads and type(modules[heads[0]]) not in (nn.Linear, nn.QuantizedLinear)):
         raise InvalidArgument(f"serve: the vocabulary of {type(model).__module__} cannot be sharded")
-    embedding = modules[embeddings[0]]
-    sizes = split_sizes("vocabulary", embedding["weight"].shape[0], group.size(), [1] * group.size())
-    embedding.here = shard_slice(sizes, group.rank())
-    embedding.__class__ = _OUTPUT_EMBEDDINGS[type(embedding)]
+    where, _, name = found[0].rpartition(".")
+    layer = modules[found[0]]
+    if heads:
+        modules[where][name] = ParallelLMHead.from_linear(layer, group=group)
+        return modules[where][name].sizes
+    sizes = split_sizes("vocabulary", layer["weight"].shape[0], group.size(), [1] * group.size())
+    modules[where][name] = _OutputEmbedding(layer, shard_slice(sizes, group.rank()))
     return sizes
 
 
-class _OutputEmbedding(nn.Embedding):
-    """Has all embeddings, as every rank looks up all tokens, and computes the logits of some."""
+class _OutputEmbedding(nn.Module):
+    """Looks up all tokens, as every rank does. Computes the logits of those ``here``, from rows of the same memory."""
 
-    here: slice
+    def __init__(self, embedding: nn.Module, here: slice) -> None:
+        super().__init__()
+        self.embedding, self.shard = embedding, copy(embedding)
+        for name, array in embedding.parameters().items():
+            self.shard[name] = array[here]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embedding(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return x @ self.weight[self.here].T
-
-
-class _QuantizedOutputEmbedding(nn.QuantizedEmbedding):
-    here: slice
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        whole = {name: self[name] for name in ("weight", "scales", "biases") if name in self}
-        for name, array in whole.items():
-            self[name] = array[self.here]
-        try:
-            return super().as_linear(x)
-        finally:
-            self.update(whole)
-
-
-_OUTPUT_EMBEDDINGS: dict[type, type] = {
-    nn.Embedding: _OutputEmbedding,
-    nn.QuantizedEmbedding: _QuantizedOutputEmbedding,
-}
+        return self.shard.as_linear(x)

@@ -37,7 +37,7 @@ def expected(model):
 
 
 class Starts:
-    """A follower of a job of which each start was ready for these seconds: it notes what it is told."""
+    """A follower of a job of which each start was ready for these seconds. It records its calls."""
 
     def __init__(self, seconds):
         self._seconds = iter(seconds)
