@@ -7,8 +7,9 @@ from collections.abc import Mapping
 __all__ = ["Metrics"]
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+_OUTCOMES = ("stop", "length", "cancelled", "timeout", "error", "refused")
 _HELP = {
-    "requests_total": "Requests that have ended, by outcome: stop, length, cancelled, timeout, error or refused.",
+    "requests_total": "Requests that have ended, by outcome.",
     "prompt_tokens_total": "Tokens of the prompts of admitted requests.",
     "cached_prompt_tokens_total": "Of these, tokens that the prefix cache had: the rate of both is its hit rate.",
     "generated_tokens_total": "Tokens generated.",
@@ -31,7 +32,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters: Counter[str] = Counter()
+        # Each outcome from the start: a series that appears with its first event has no rate until the second.
+        self._counters: Counter[str] = Counter({_ended(outcome): 0 for outcome in _OUTCOMES})
         self._first: list[int] = [0] * (len(_BUCKETS) + 1)  # requests by the time to their first token
         self._first_seconds = 0.0
 
@@ -42,7 +44,7 @@ class Metrics:
 
     def end(self, outcome: str) -> None:
         """A request has ended."""
-        self.add(f'requests_total{{outcome="{outcome}"}}')
+        self.add(_ended(outcome))
 
     def first_token(self, seconds: float) -> None:
         with self._lock:
@@ -66,3 +68,7 @@ class Metrics:
             lines.append(f'{name}_bucket{{le="{bound}"}} {sum(first[:count])}')
         lines += [f"{name}_sum {seconds:.6f}", f"{name}_count {sum(first)}"]
         return "\n".join(lines) + "\n"
+
+
+def _ended(outcome: str) -> str:
+    return f'requests_total{{outcome="{outcome}"}}'

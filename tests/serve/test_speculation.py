@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from launching import wait_for
 from mlx_lm import load
 from serving import PLAIN, ServerProcess, random_request, save_adapters, save_model_folder
 from test_worker import SAMPLED, admission, alone, run
@@ -214,7 +215,8 @@ def test_adapters_grammars_and_preemption_are_as_without(folders, tmp_path, opti
     given = [word for seed, folder in enumerate(adapters) for word in ("--adapter", f"lora{seed}={folder}")]
     given += ["--max-context", "300", "--decode-concurrency", "3"]
     generator = random.Random(7)
-    bodies = []
+    endless = {"max_tokens": 250, "logit_bias": {"256": -100}, "priority": 5}
+    bodies = [{"prompt": f"leaves the batch {number}"} | endless for number in range(3)]
     for number in range(24):
         body = random_request(generator) | {"priority": number % 3 - 1}
         if number % 3:
@@ -227,7 +229,10 @@ def test_adapters_grammars_and_preemption_are_as_without(folders, tmp_path, opti
     with ServerProcess(folders[0], 1, *given) as server:
         expected = [server.ask(body)["choices"] for body in bodies]
     with ServerProcess(folders[0], 2, *given, *options) as server, ThreadPoolExecutor(12) as threads:
-        assert [answer["choices"] for answer in threads.map(server.ask, bodies)] == expected
+        answers = [threads.submit(server.ask, body) for body in bodies[:3]]
+        assert wait_for(lambda: server.metrics()["running"] == 3, 30)
+        answers += [threads.submit(server.ask, body) for body in bodies[3:]]
+        assert [answer.result()["choices"] for answer in answers] == expected
         assert server.metrics()["preempted_total"] > 0
         assert server.stop() == 0
 

@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import uuid
@@ -22,20 +23,20 @@ RANK = "import os; rank = int(os.environ['MLXDIST_RANK'])\n"
 def nothing_left(tmp_path, monkeypatch):
     """Whatever a test does: no process of its job is left, no directory but for recordings, and no shared memory."""
     marker = uuid.uuid4().hex
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     monkeypatch.setenv("TEST_MARKER", marker)
-    monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     runtime = tmp_path / "runtime"
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.delenv("NO_COLOR", raising=False)
     shared_memory = shared_memory_names()
-    yield
-    left = wait_for(lambda: not marked_processes(marker), 10) or marked_processes(marker)
-    assert left is True, f"left running: {left}"
-    assert list(temporary.iterdir()) == []
+    # A short name, no part of tmp_path: ranks make sockets inside, whose paths have about 100 characters at most.
+    with tempfile.TemporaryDirectory(prefix="mlxdist-test-", dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        yield
+        left = wait_for(lambda: not marked_processes(marker), 10) or marked_processes(marker)
+        assert left is True, f"left running: {left}"
+        assert os.listdir(temporary) == []
     assert [path for path in runtime.glob("mlxdist/*") if not list(path.glob("flight/*"))] == []
     assert shared_memory_names() <= shared_memory
 
