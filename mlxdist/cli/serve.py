@@ -150,6 +150,10 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option(
     "--max-total-tokens", type=click.IntRange(min=2), help="Tokens of all KV caches.  [default: what the memory has]"
 )
+@click.option("--kv-bits", type=click.Choice([2, 3, 4, 5, 6, 8]), help="Of the KV caches.  [default: not quantized]")
+@click.option(
+    "--kv-group-size", type=click.Choice([32, 64, 128]), default=64, show_default=True, help="Group size of --kv-bits."
+)
 @click.option("--prompt-cache-size", type=COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
 @click.option(
     "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
@@ -237,6 +241,7 @@ def serve(
             "shard_vocabulary",
         ),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
+        **some("kv_bits", "kv_group_size"),
     )
     sys.exit(run(options))
 

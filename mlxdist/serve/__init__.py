@@ -3,27 +3,28 @@
 mlx-lm's own server runs a loop on every rank, and the ranks diverge where one of them decides by what only it sees: a
 request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
 
-decisions.py     what rank 0 decides before a step, as one small message: admit, cancel, stop
-scheduler.py     rank 0: the queue, who is admitted or preempted, who has left or is late
-placement.py     which rank holds what of the model, given or chosen
-worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
-speculation.py   drafts, which the model checks several at a time
-memory.py        for how many tokens of KV caches every rank has memory
-prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
-adapters.py      which adapter each row of a batch has
-snapshot.py      the prefix cache on disk, from one run to the next
-sampling.py      mlx-lm's samplers, each with the random state of its request
-grammar.py       structured output: which tokens may follow, by llguidance
-vocabulary.py    the output layer sharded over the vocabulary, and samples from its shards
-frontend.py      rank 0: makes tokens of requests, and text of tokens
-http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
-chat.py          rank 0: a terminal in place of HTTP, `mlxdist chat`
-proxy.py         in the launcher, before rank 0: stays while ranks are restarted; proxy_client.py: one connection of it
-listener.py      where both listen; refusal.py: a request that is not served
-limits.py        what a request may ask for
-metrics.py       counters as Prometheus reads them
-options.py       what the operator says; loading.py: the model, with what that adds to it
-server.py        joins them
+decisions.py        what rank 0 decides before a step, as one small message: admit, cancel, stop
+scheduler.py        rank 0: the queue, who is admitted or preempted, who has left or is late
+placement.py        which rank holds what of the model, given or chosen
+worker.py           all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
+speculation.py      drafts, which the model checks several at a time
+memory.py           for how many tokens of KV caches every rank has memory
+prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
+quantized_cache.py  KV caches of a few bits in batches
+adapters.py         which adapter each row of a batch has
+snapshot.py         the prefix cache on disk, from one run to the next
+sampling.py         mlx-lm's samplers, each with the random state of its request
+grammar.py          structured output: which tokens may follow, by llguidance
+vocabulary.py       the output layer sharded over the vocabulary, and samples from its shards
+frontend.py         rank 0: makes tokens of requests, and text of tokens
+http.py             rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
+chat.py             rank 0: a terminal in place of HTTP, `mlxdist chat`
+proxy.py            in the launcher, before rank 0: stays while ranks restart; proxy_client.py: one connection of it
+listener.py         where both listen; refusal.py: a request that is not served
+limits.py           what a request may ask for
+metrics.py          counters as Prometheus reads them
+options.py          what the operator says; loading.py: the model, with what that adds to it
+server.py           joins them
 
 What is mlx-lm's stays mlx-lm's: the HTTP API, chat templates, tool parsers, BatchGenerator, caches and samplers.
 """

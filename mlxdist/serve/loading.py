@@ -13,6 +13,7 @@ from mlxdist.runtime.group import Group
 from .adapters import AdaptedModel
 from .options import ServeOptions
 from .placement import Placement, show
+from .quantized_cache import quantize_caches
 from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 
@@ -24,7 +25,7 @@ def load(options: ServeOptions, directory: Path, placement: Placement, group: Gr
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` raises; there is no tokenizer; the draft model has
-            another one; stages have a draft or a sharded vocabulary.
+            another one; stages have a draft or a sharded vocabulary; there are no KV caches to quantize.
     """
     with agreed("serve", group):
         if placement.stage_plan is not None and (options.limits.num_draft_tokens or options.shard_vocabulary):
@@ -41,9 +42,13 @@ def load(options: ServeOptions, directory: Path, placement: Placement, group: Gr
         stream=options.stream_weights,
         on_report=lambda report: show(placement, report, group),
     )
+    draft = _load_draft(options, group)
+    if options.kv_bits is not None:
+        with agreed("serve", group):
+            for each in (model, draft[0]) if draft else (model,):
+                quantize_caches(each, options.kv_group_size, options.kv_bits)
     if options.adapters:
         model = AdaptedModel(model)
-    draft = _load_draft(options, group)
     if options.shard_vocabulary and group.size() > 1:
         model = VocabParallelModel(model, group)
     with agreed("serve", group):

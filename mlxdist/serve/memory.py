@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
@@ -73,6 +72,5 @@ def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
         return 0, 0
     if isinstance(cache, ArraysCache):
         return 0, cache.nbytes
-    leaves: Any = tree_flatten(cache.keys)  # several, where they are quantized
-    each = cache.nbytes / leaves[0][1].shape[-2]
+    each = cache.nbytes / cache.keys.shape[-2]
     return (0, each * (cache.max_size + chunk)) if isinstance(cache, RotatingKVCache) else (each, 0)

@@ -33,6 +33,8 @@ class ServeOptions:
         request_timeout: seconds of a request, from its arrival.
         max_context: tokens of a prompt and its answer; None for what the model's config.json says.
         defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
+        kv_bits: of an element of the KV caches; None for those of the model.
+        kv_group_size: elements of a head that share a scale and a bias, with ``kv_bits``.
         prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
         chat_template_args: variables of the chat template.
         allowed_origins: of web pages that may use it; "*" for all.
@@ -54,6 +56,8 @@ class ServeOptions:
     max_queue: int = 256
     request_timeout: float = 600.0
     max_context: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
     prompt_cache_dir: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)

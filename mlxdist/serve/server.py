@@ -109,7 +109,8 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)
         worker.limit_tokens(most)
         if snapshot is not None:
-            snapshot.load(worker.cache, directory, placement)
+            quantization = f"{options.kv_bits} bits, groups of {options.kv_group_size}" if options.kv_bits else "none"
+            snapshot.load(worker.cache, directory, placement, quantization)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)

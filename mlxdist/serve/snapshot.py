@@ -41,6 +41,7 @@ from mlxdist.version import __version__
 from .decisions import MAX_PROMPT, SEGMENTS
 from .placement import Placement
 from .prefix_cache import PrefixCache
+from .quantized_cache import loaded_caches
 from .scheduler import say
 
 __all__ = ["Snapshot"]
@@ -91,16 +92,17 @@ class Snapshot:
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
 
-    def load(self, cache: PrefixCache, directory: Path, placement: Placement) -> None:
+    def load(self, cache: PrefixCache, directory: Path, placement: Placement, quantization: str) -> None:
         """Puts the sequences that all ranks can read in ``cache``. Collective.
 
         Others are ignored, on all ranks, and rank 0 prints why. So is a snapshot of another model than that in rank 0's
-        ``directory``, of another ``placement``, or by other versions.
+        ``directory``, of another ``placement`` or ``quantization`` of KV caches, or by other versions.
         """
         model = fingerprint(Checkpoint(directory)).encode() if self._group.rank() == 0 else b""
         self._identity = {
             "model": broadcast_blob(model, self._group).decode(),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
+            "quantization of KV caches": quantization,
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }
@@ -152,7 +154,7 @@ class Snapshot:
             try:
                 if _digest(file) != sequence.digest.hex():
                     raise ValueError("its content has changed")
-                found[sequence.name] = sequence, load_prompt_cache(str(file))
+                found[sequence.name] = sequence, loaded_caches(load_prompt_cache(str(file)))
             except (OSError, ValueError) as error:
                 problems.append(f"{file} is damaged: {error}")
         return found, problems

@@ -266,18 +266,18 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
     Args:
         before: tokens of each row that the cache had.
     """
+    first, *_ = layers = _flat(cache)
     after = [sum(each) for each in zip(before, kept)]
-    end, more = max(after), mx.array(kept) - computed
-    for layer in _flat(cache):
-        ended = layer._idx - computed
-        shifts = [(end - now) - (ended - then) for now, then in zip(after, before)]
+    end, ended = max(after), first._idx - computed
+    shifts = [(end - now) - (ended - then) for now, then in zip(after, before)]
+    places = mx.array(shifts)
+    # One array for all layers: attention evaluates it. Each layer's own padding would be a graph that grows.
+    offset, left_padding = first.offset + mx.array(kept) - computed, first.left_padding + places
+    for layer in layers:
         if any(shifts):
-            places = mx.array(shifts)
             layer.keys = dynamic_roll(layer.keys, places[:, None], axis=2)
             layer.values = dynamic_roll(layer.values, places[:, None], axis=2)
-            layer.left_padding = layer.left_padding + places
-        layer.offset = layer.offset + more
-        layer._idx = end
+        layer.offset, layer.left_padding, layer._idx = offset, left_padding, end
 
 
 def _flat(cache: list[Any]) -> list[Any]:

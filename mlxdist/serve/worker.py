@@ -25,6 +25,7 @@ from .decisions import Admission, Decisions
 from .grammar import GrammarProcessor, grammar_tokenizer
 from .memory import UNLIMITED, reserved
 from .prefix_cache import PrefixCache
+from .quantized_cache import are_quantized
 from .sampling import sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
@@ -165,7 +166,8 @@ class Worker:
             if self._sharded is not None:
                 vocabulary = self._sharded.vocabulary
         except (ValueError, TypeError, AttributeError, IndexError) as error:  # of shapes, on all ranks alike
-            raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model: {error}") from error
+            how = " with quantized KV caches" if are_quantized(caches[0]) else ""
+            raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model{how}: {error}") from error
         finally:
             generator.close()
         return vocabulary

@@ -1,10 +1,12 @@
 """Requests that overlap in the batch of `mlxdist serve`, and what mlx-lm generates for each of them alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from serving import PLAIN
 
 from mlxdist.serve.decisions import Admission, Decisions
@@ -42,12 +44,13 @@ def run(worker: Worker, *rounds: list[Admission], cached: dict[int, int] | None 
     return found
 
 
-def alone(model: nn.Module) -> list[list[int]]:
+def alone(model: nn.Module, make_cache: Callable[[nn.Module], list] = make_prompt_cache) -> list[list[int]]:
     """The tokens of each of the four, without batches, chunks, caches of prefixes or ranks."""
     found: list[list[int]] = []
     for prompt in [*PROMPTS, None]:
         tokens = mx.array(prompt or PROMPTS[0] + found[0] + MORE)
-        found.append([token for token, _ in generate_step(tokens, model, max_tokens=ANSWER)])
+        steps = generate_step(tokens, model, max_tokens=ANSWER, prompt_cache=make_cache(model))
+        found.append([token for token, _ in steps])
     found[CANCELLED] = found[CANCELLED][:2]
     return found
 

@@ -1,0 +1,105 @@
+"""Quantized KV caches of requests and of batches; mlx-lm's own cannot be in a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+
+from mlxdist.base.errors import InvalidArgument
+
+__all__ = ["QuantizedKVCache", "are_quantized", "loaded_caches", "quantize_caches"]
+
+
+class QuantizedKVCache(CacheList):
+    """As mlx-lm's class of this name, whose state it has, for one request or, once merged, for a batch.
+
+    What ``mx.quantize`` gives of keys and values is three arrays with the same axis of tokens. Each pair of them is in
+    an unquantized cache of mlx-lm, which joins, splits, pads and trims its arrays whatever they are. With the three in
+    one array there would be one cache; but attention would copy all of it in each step, to have them contiguous.
+
+    Args:
+        group_size: elements with a common scale and bias, along a head.
+        bits: of an element.
+    """
+
+    def __init__(self, group_size: int = 64, bits: int = 8) -> None:
+        super().__init__(KVCache(), KVCache(), KVCache())
+        self.group_size, self.bits = group_size, bits  # mlx-lm's attention reads them
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Appends (requests, KV heads, tokens, head size). Returns all: of keys and of values the three arrays."""
+        parts = zip(*(mx.quantize(each, self.group_size, self.bits) for each in (keys, values)))
+        for cache, part in zip(self.caches, parts):
+            cache.update_and_fetch(*part)
+            cache.offset = self.offset  # one array, where it is one: nothing else would evaluate the others
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> Any:
+        return tuple(zip(*(cache.keys_and_values() for cache in self.caches)))
+
+    @property
+    def offset(self) -> Any:
+        """Tokens, or an array of them for each row of a batch."""
+        return self.caches[0].offset
+
+    def make_mask(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.caches[0].make_mask(*arguments, **keywords)
+
+    @classmethod
+    def merge(cls, caches: Sequence["QuantizedKVCache"]) -> "QuantizedKVCache":
+        return caches[0]._with(super().merge(caches))
+
+    def extract(self, idx: int) -> "QuantizedKVCache":
+        return self._with(super().extract(idx))
+
+    def _with(self, found: CacheList) -> "QuantizedKVCache":
+        made = QuantizedKVCache(self.group_size, self.bits)
+        made.caches = found.caches
+        return made
+
+    @property
+    def state(self) -> Any:
+        keys, values = (None, None) if self.empty() else self.keys_and_values()
+        return keys, values, self.offset, self.group_size, self.bits
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Of one request."""
+        keys, values, offset, self.group_size, self.bits = state
+        parts = [(None, None)] * 3 if keys is None else zip(keys, values)
+        self.caches = tuple(KVCache.from_state((*part, offset)) for part in parts)
+
+
+def quantize_caches(model: nn.Module, group_size: int, bits: int) -> None:
+    """From now on mlx-lm's ``make_prompt_cache`` makes quantized KV caches for ``model``.
+
+    Caches of sliding windows and of linear attention stay as they are: they do not grow.
+
+    Raises:
+        InvalidArgument: the model has no KV caches that could be.
+    """
+    own = getattr(model, "make_cache", None)
+    if all(type(cache) is not KVCache for cache in make_prompt_cache(model)):
+        raise InvalidArgument("serve: the model has no KV caches that --kv-bits could quantize")
+
+    def make_cache() -> list[Any]:
+        made = [KVCache() for _ in model.layers] if own is None else own()
+        return [QuantizedKVCache(group_size, bits) if type(cache) is KVCache else cache for cache in made]
+
+    model.make_cache = make_cache
+
+
+def are_quantized(caches: Sequence[Any]) -> bool:
+    """Whether some of them are."""
+    return any(isinstance(cache, QuantizedKVCache) for cache in caches)
+
+
+def loaded_caches(caches: Sequence[Any]) -> list[Any]:
+    """Caches that mlx-lm has loaded from a file, for a batch: the quantized ones are of its own class."""
+    return [
+        QuantizedKVCache.from_state(cache.state) if isinstance(cache, mlx_lm_cache.QuantizedKVCache) else cache
+        for cache in caches
+    ]
