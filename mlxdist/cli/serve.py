@@ -116,6 +116,9 @@ def layout_of(given: dict[str, Any]) -> Layout:
     help="When a rank has failed, start all again, at most K times.  [default: 3 where rank 0 is on this machine]",
 )
 @layout_options
+@click.option(
+    "--split-blocks", is_flag=True, help="Layers as two compiled parts each; every rank loads all of MODEL first."
+)
 @click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")
 @click.option(
@@ -239,6 +242,7 @@ def serve(
             "draft_model",
             "shard_draft_model",
             "shard_vocabulary",
+            "split_blocks",
         ),
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
         **some("kv_bits", "kv_group_size"),

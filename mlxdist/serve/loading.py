@@ -1,19 +1,26 @@
 """The model that a server computes with: sharded, and with what the operator adds to it."""
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_reduce
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.load import load_sharded
+from mlxdist.nn.sharding.load import LoadReport, load_sharded
+from mlxdist.nn.split_block.split_model import SplitModel
 from mlxdist.runtime.group import Group
 
 from .adapters import AdaptedModel
 from .options import ServeOptions
 from .placement import Placement, show
 from .quantized_cache import quantize_caches
+from .scheduler import say
 from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 
@@ -24,8 +31,9 @@ def load(options: ServeOptions, directory: Path, placement: Placement, group: Gr
     """The model, as mlx-lm's generators call it, and its tokenizer. Collective.
 
     Raises:
-        InvalidArgument: on all ranks, what :func:`load_sharded` raises; there is no tokenizer; the draft model has
-            another one; stages have a draft or a sharded vocabulary; there are no KV caches to quantize.
+        InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
+            tokenizer; the draft model has another one; stages have a draft or a sharded vocabulary; there are no KV
+            caches to quantize.
     """
     with agreed("serve", group):
         if placement.stage_plan is not None and (options.limits.num_draft_tokens or options.shard_vocabulary):
@@ -33,15 +41,18 @@ def load(options: ServeOptions, directory: Path, placement: Placement, group: Gr
                 "serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages"
             )
     model: Any
-    model, tokenizer = load_sharded(
-        directory,
-        group,
-        placement.plan,
-        stage_plan=placement.stage_plan,
-        adapter_path=[path for _, path in options.adapters] or options.adapter_path,
-        stream=options.stream_weights,
-        on_report=lambda report: show(placement, report, group),
-    )
+    if options.split_blocks:
+        model, tokenizer = _load_split(directory, placement, group)
+    else:
+        model, tokenizer = load_sharded(
+            directory,
+            group,
+            placement.plan,
+            stage_plan=placement.stage_plan,
+            adapter_path=[path for _, path in options.adapters] or options.adapter_path,
+            stream=options.stream_weights,
+            on_report=lambda report: show(placement, report, group),
+        )
     draft = _load_draft(options, group)
     if options.kv_bits is not None:
         with agreed("serve", group):
@@ -66,7 +77,27 @@ def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | 
         return None
     if options.shard_draft_model:
         return load_sharded(options.draft_model, group, stream=options.stream_weights)
+    return _load_alone(options.draft_model, group, lambda report: None)
+
+
+def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport], Any]) -> tuple[nn.Module, Any]:
+    """Without shards; each rank loads all of it."""
     alone = group.split(group.rank())
     assert alone is not None  # the color is not negative
     with agreed("serve", group):
-        return load_sharded(options.draft_model, alone)
+        return load_sharded(path, alone, on_report=on_report)
+
+
+def _load_split(directory: Path, placement: Placement, group: Group) -> tuple[nn.Module, Any]:
+    """A `SplitModel`, which is made of a model without shards and compared with it."""
+    start = time.perf_counter()
+    reports: list[LoadReport] = []
+    full, tokenizer = _load_alone(directory, group, reports.append)
+    model = SplitModel.from_model(full, group, rank_shares=placement.plan.rank_shares)
+    mx.eval(model.parameters())
+    mx.clear_cache()  # of what the full model was
+    held: int = tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)
+    show(placement, replace(reports[0], bytes_held=held, seconds=time.perf_counter() - start), group)
+    if model.why_not_blocks is not None and group.rank() == 0:
+        say(f"the layers are mlx-lm's own, and not split: {model.why_not_blocks}")
+    return model, tokenizer

@@ -23,6 +23,7 @@ class ServeOptions:
         proxy: the address of the launcher's proxy; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds what of the model.
         stream_weights: whether only rank 0 has the model, and sends the others what they hold.
+        split_blocks: whether the layers are split blocks, for which each rank loads all of the model first.
         adapters: names and directories of adapters, of which each request has one or none.
         adapter_path: a directory of adapters that all requests have; without ``adapters``.
         draft_model: as ``model``, whose tokenizer it has; None for none.
@@ -47,6 +48,7 @@ class ServeOptions:
     proxy: str = ""
     layout: Layout = Layout()
     stream_weights: bool = False
+    split_blocks: bool = False
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_path: str | None = None
     draft_model: str | None = None
@@ -80,6 +82,12 @@ class ServeOptions:
                 )
             if name in names[:place]:
                 raise InvalidArgument(f"serve: {name} is the name of two adapters")
+        others = (self.stream_weights, self.shard_vocabulary, names, self.adapter_path)
+        if self.split_blocks and any((*others, self.layout.pipeline, self.layout.plan, (self.layout.ep or 1) > 1)):
+            raise InvalidArgument(
+                "serve: --split-blocks is for ranks that share every layer and have the model, without adapters and "
+                "--shard-vocabulary"
+            )
         if self.shard_vocabulary and self.limits.num_draft_tokens:
             raise InvalidArgument("serve: the vocabulary is not sharded with drafts")
         if self.prompt_cache_dir and (self.draft_model or self.adapter_path or names):

@@ -6,6 +6,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -98,7 +99,10 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         frontend.metrics.add("restarts_total", Environment.read().restart_count)
         clients = clients_of(frontend) if group.rank() == 0 else None
     with contextlib.nullcontext() if clients is None else clients.listening():
-        placement = place(directory, group, options.layout)
+        layout = options.layout
+        if options.split_blocks:
+            layout = replace(layout, tp=layout.tp or group.size())
+        placement = place(directory, group, layout)
         model, tokenizer = load(options, directory, placement, group)
         with agreed(name, group):
             worker = Worker(model, tokenizer, options.limits)
@@ -109,8 +113,8 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)
         worker.limit_tokens(most)
         if snapshot is not None:
-            quantization = f"{options.kv_bits} bits, groups of {options.kv_group_size}" if options.kv_bits else "none"
-            snapshot.load(worker.cache, directory, placement, quantization)
+            given = str((options.kv_bits, options.kv_group_size, options.split_blocks))
+            snapshot.load(worker.cache, directory, placement, given)
         scheduler = None
         if clients is not None:
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)

@@ -92,17 +92,17 @@ class Snapshot:
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
 
-    def load(self, cache: PrefixCache, directory: Path, placement: Placement, quantization: str) -> None:
+    def load(self, cache: PrefixCache, directory: Path, placement: Placement, options: str) -> None:
         """Puts the sequences that all ranks can read in ``cache``. Collective.
 
         Others are ignored, on all ranks, and rank 0 prints why. So is a snapshot of another model than that in rank 0's
-        ``directory``, of another ``placement`` or ``quantization`` of KV caches, or by other versions.
+        ``directory``, of another ``placement``, with other ``options`` of KV caches, or by other versions.
         """
         model = fingerprint(Checkpoint(directory)).encode() if self._group.rank() == 0 else b""
         self._identity = {
             "model": broadcast_blob(model, self._group).decode(),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
-            "quantization of KV caches": quantization,
+            "--kv-bits, --kv-group-size or --split-blocks": options,
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }

@@ -19,6 +19,7 @@ from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.nn.pipeline import PipelineBatchGenerator
 from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.sharding.plan.block import source_of
+from mlxdist.nn.split_block.split_model import SplitModel
 
 from .adapters import AdaptedModel, adapter_of, prompt_cache
 from .decisions import Admission, Decisions
@@ -317,6 +318,6 @@ class Worker:
 
 def _innermost(model: Any) -> nn.Module:
     """mlx-lm's model in what stands for it."""
-    while isinstance(model, AdaptedModel | DraftedModel | VocabParallelModel):
+    while isinstance(model, AdaptedModel | DraftedModel | SplitModel | VocabParallelModel):
         model = model.model
     return model

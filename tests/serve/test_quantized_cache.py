@@ -157,6 +157,7 @@ def answer(loaded, prompt):
             (2, ["--prompt-lookup"]),
             (2, ["--draft-model", "MODEL"]),
             (2, ["--shard-vocabulary"]),
+            (2, ["--split-blocks"]),
             (2, ["--adapter", "unused=ADAPTER"]),
         )
     ],
@@ -191,7 +192,11 @@ def test_the_prefix_cache_on_disk(folder, tmp_path):
             assert server.stop() == 0, "".join(server.lines)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         found.append(
-            (answer["choices"][0]["text"], cached, "another quantization of KV caches" in "".join(server.lines))
+            (
+                answer["choices"][0]["text"],
+                cached,
+                "of another --kv-bits, --kv-group-size or --split-blocks" in "".join(server.lines),
+            )
         )
     first, again, other = found
     assert first[1:] == (0, False) and again == (first[0], len(prompt) - 1, False) and other[1:] == (0, True)

@@ -15,6 +15,7 @@ from test_worker import SAMPLED, admission, alone, run
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
 from mlxdist.serve.options import ServeOptions
+from mlxdist.serve.placement import Layout
 from mlxdist.serve.speculation import DraftedModel
 from mlxdist.serve.worker import BatchLimits, Worker
 
@@ -165,6 +166,9 @@ def test_other_drafts_than_those_of_rank_0_are_a_mismatch(loaded, draft_model):
     "given, wrong",
     [
         ({"shard_vocabulary": True, "limits": BatchLimits(num_draft_tokens=3)}, "is not sharded with drafts"),
+        ({"split_blocks": True, "stream_weights": True}, "--split-blocks is for ranks that share every layer"),
+        ({"split_blocks": True, "layout": Layout(pipeline=True)}, "--split-blocks is for ranks that share every layer"),
+        ({"split_blocks": True, "adapter_path": "adapters"}, "without adapters and --shard-vocabulary"),
         ({"prompt_cache_dir": "saved", "draft_model": "draft"}, "is not saved with a draft model or adapters"),
         ({"prompt_cache_dir": "saved", "adapter_path": "adapters"}, "is not saved with a draft model or adapters"),
     ],

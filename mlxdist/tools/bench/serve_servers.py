@@ -19,10 +19,10 @@ from mlxdist.launch.run_job import job_command
 
 from .serve_load import HOST, ask
 
-__all__ = ["ALONE", "DRAFTS", "MLX_LM", "OURS", "RING", "Job", "accepted_drafts", "running"]
+__all__ = ["ALONE", "DRAFTS", "MLX_LM", "OURS", "RING", "SPLIT", "Job", "accepted_drafts", "running"]
 
-# `mlxdist serve`, without and with a draft model; mlx_lm.server on mlxdist's group, on MLX's ring, and on one process.
-OURS, DRAFTS, MLX_LM, RING, ALONE = "mlxdist", "drafts", "mlx-lm", "ring", "alone"
+# `mlxdist serve`, with split blocks, with a draft model; mlx_lm.server on our group, on that of MLX, on one process.
+OURS, SPLIT, DRAFTS, MLX_LM, RING, ALONE = "mlxdist", "split", "drafts", "mlx-lm", "ring", "alone"
 _READY_SECONDS = 300.0  # to load the model; on Linux MLX compiles its kernels the first time
 _END_SECONDS = 60.0
 # Keeps the module that it runs on the core of its rank. mlx_lm.server can say nothing of that itself.
@@ -56,10 +56,10 @@ class Job:
 
     def command(self, name: str, port: int) -> tuple[list[str], dict[str, str]]:
         """Of the launcher, with its environment."""
-        is_ours = name in (OURS, DRAFTS)
+        is_ours = name in (OURS, SPLIT, DRAFTS)
         module = "mlxdist" if is_ours else "mlx_lm"
         words = ["serve", self.model] if is_ours else ["server", "--model", self.model]
-        words += ["--draft-model", self.draft_model] if name == DRAFTS else []
+        words += {SPLIT: ["--split-blocks"], DRAFTS: ["--draft-model", self.draft_model]}.get(name, [])
         arguments = [module, *words, "--host", HOST, "--port", str(port)]
         if self.pinned:
             program = code_command(_PINNED, *arguments, python=self.python)
