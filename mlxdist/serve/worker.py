@@ -167,7 +167,7 @@ class Worker:
             if self._sharded is not None:
                 vocabulary = self._sharded.vocabulary
         except (ValueError, TypeError, AttributeError, IndexError) as error:  # of shapes, on all ranks alike
-            how = " with quantized KV caches" if are_quantized(caches[0]) else ""
+            how = " with quantized KV caches (--kv-bits)" if are_quantized(caches[0]) else ""
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of this model{how}: {error}") from error
         finally:
             generator.close()

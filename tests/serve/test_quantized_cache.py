@@ -31,8 +31,8 @@ WIDER = (
     "v_head_dim",
 )
 REFUSED = {
-    "deepseek_v3": "with quantized KV caches: 'tuple' object has no attribute",
-    "gpt_oss": "with quantized KV caches: Quantized SDPA does not support attention sinks",
+    "deepseek_v3": "with quantized KV caches (--kv-bits): 'tuple' object has no attribute",
+    "gpt_oss": "with quantized KV caches (--kv-bits): Quantized SDPA does not support attention sinks",
     "falcon_h1": "serve: the model has no KV caches that --kv-bits could quantize",
 }
 CANNOT_BE_WIDE = ("lfm2", "lfm2-vl", "qwen")  # other sizes of theirs follow from these
@@ -129,7 +129,7 @@ def test_every_model(loaded, wide):
 def test_heads_that_are_no_multiple_of_a_group(loaded):
     model = tiny_models.build("qwen3")
     quantize_caches(model, 64, 4)
-    with pytest.raises(InvalidArgument, match="with quantized KV caches: .quantize. The last dimension"):
+    with pytest.raises(InvalidArgument, match="--kv-bits.: .quantize. The last dimension"):
         Worker(model, loaded[1], BatchLimits()).warm_up()
 
 

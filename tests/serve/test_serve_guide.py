@@ -19,7 +19,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
 def test_the_table_has_the_defaults():
     defaults = {option.opts[0]: option.default for option in serve.params}
     shown = dict(re.findall(r"`(--[\w-]+)` (\d+)", GUIDE))
-    assert len(shown) == 7 and {name: str(int(defaults[name])) for name in shown} == shown
+    assert len(shown) == 8 and {name: str(int(defaults[name])) for name in shown} == shown
 
 
 def test_the_models_that_are_not_served():

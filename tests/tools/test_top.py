@@ -128,6 +128,8 @@ def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
         found = find_job()
         if which == "stopped":
             os.kill(found.pids[0], signal.SIGSTOP)
+            state = ["ps", "-o", "stat=", "-p", str(found.pids[0])]  # its threads on other cores stop a moment later
+            assert wait_for(lambda: subprocess.check_output(state, text=True).startswith("T"))
         else:
             (Path(read_job(found.directory).temporary, "0") / ".mlxdist-rendezvous").unlink()
         view = Watch(JobRanks(found.name)).refresh(2)
