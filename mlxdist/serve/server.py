@@ -121,9 +121,12 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)
             frontend.open(scheduler, tokenizer, vocabulary, min(context, most), lambda: _gauges(scheduler, worker))
-            clients.ready(served[0], group.size(), placement.name)
+        received = _take_signals(scheduler, clients)
         try:
-            received = _loop(own, worker, scheduler, clients)
+            own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
+            if clients is not None:
+                clients.ready(served[0], group.size(), placement.name)
+            _loop(own, worker, scheduler)
         except Exception as error:
             if scheduler is not None and clients is not None:
                 scheduler.fail(str(error))
@@ -132,23 +135,22 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         worker.close()
         if snapshot is not None:
             snapshot.save(worker.cache)
-    return received
+    return received[0] if received else 0
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, clients: Clients | None) -> int:
-    """All ranks: one broadcast, and one step of the model if there is something to do. Returns the first signal, or 0.
+def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
+    """All ranks, until rank 0 decides to stop: one broadcast, and one step of the model if there is something to do.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
     step, size = 0, FRAME
-    received = _take_signals(scheduler, clients)
     while True:
         message = np.zeros(size, np.uint8)
         if scheduler is not None:
             message = np.frombuffer(scheduler.decide(step, size, worker.digest).encode(size), np.uint8)
         decisions = Decisions.decode(broadcast(message, group=group).tobytes())
         if decisions.stop:
-            return received[0] if received else 0
+            return
         outcome = worker.step(decisions)
         if scheduler is not None:
             scheduler.deliver(outcome)
