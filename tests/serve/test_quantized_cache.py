@@ -1,17 +1,16 @@
 """`--kv-bits`: the tokens of mlx-lm with its own quantized KV caches, which serve one request at a time."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import overlapping
 import pytest
 import tiny_models
-from mlx_lm import load, stream_generate
+from mlx_lm import load
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
-from serving import ServerProcess, save_adapters, save_model_folder
+from serving import ServerProcess, require_answers, save_adapters, save_model_folder
 
 from mlxdist import InvalidArgument
 from mlxdist.serve.memory import cache_sizes
@@ -140,12 +139,6 @@ def test_bytes_of_a_token(folder, loaded):
     assert cache_sizes(model, 64)[0] == cache_sizes(loaded[0], 64)[0] * 6 / 32 > 0
 
 
-def answer(loaded, prompt):
-    model, tokenizer = loaded
-    made = stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=quantized(model))
-    return "".join(response.text for response in made).rstrip("\ufffd")
-
-
 @pytest.mark.parametrize(
     "ranks, options",
     [(2, [])]
@@ -162,24 +155,10 @@ def answer(loaded, prompt):
         )
     ],
 )
-def test_a_server_answers_as_one_process(folder, loaded, tmp_path, ranks, options):
-    """At the same time, with places for some of them; and again, from the prefix cache."""
+def test_a_server_answers_as_one_process(folder, tmp_path, ranks, options):
     adapter = save_adapters(tmp_path / "adapter", folder, seed=1)
     options = [option.replace("MODEL", str(folder)).replace("ADAPTER", str(adapter)) for option in options]
-    prompts = [f"{number} question of a client" + " who asks at length" * (number % 4) for number in range(8)]
-    expected = [answer(loaded, prompt) for prompt in prompts]
-    body = {"max_tokens": 20}
-    with (
-        ServerProcess(
-            folder, ranks, *OPTIONS, "--decode-concurrency", 3, "--prefill-step-size", 16, *options
-        ) as server,
-        ThreadPoolExecutor(8) as threads,
-    ):
-        for _ in range(2):
-            found = list(threads.map(lambda prompt: server.text(prompt, **body), prompts))
-            assert [text.rstrip("\ufffd") for text in found] == expected
-        assert server.metrics()["cached_prompt_tokens_total"] > 0
-        assert server.stop() == 0, "".join(server.lines)
+    require_answers(folder, ranks, *OPTIONS, *options, make_cache=quantized)
 
 
 def test_the_prefix_cache_on_disk(folder, tmp_path):

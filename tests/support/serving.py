@@ -15,13 +15,16 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm import load, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, save_config, save_model
@@ -109,6 +112,27 @@ def random_request(generator: random.Random) -> dict:
     if generator.random() < 0.3:
         body["logit_bias"] = {str(generator.randrange(256)): generator.uniform(-5, 5)}
     return body
+
+
+def require_answers(
+    folder: Path, ranks: int, *options: object, make_cache: Callable[[nn.Module], list] = make_prompt_cache
+) -> list[str]:
+    """A server answers as mlx-lm on one process: requests at the same time, with places for some of them; and again,
+    from the prefix cache. Returns what it has printed."""
+    model, tokenizer = load(str(folder))
+    prompts = [f"{number} question of a client" + " who asks at length" * (number % 4) for number in range(8)]
+    expected = []
+    for prompt in prompts:
+        made = stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=make_cache(model))
+        expected.append("".join(response.text for response in made).rstrip("\ufffd"))
+    options = ("--decode-concurrency", 3, "--prefill-step-size", 16, *options)
+    with ServerProcess(folder, ranks, *options) as server, ThreadPoolExecutor(8) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda prompt: server.text(prompt, 20), prompts))
+            assert [text.rstrip("\ufffd") for text in found] == expected
+        assert server.metrics()["cached_prompt_tokens_total"] > 0
+        assert server.stop() == 0, "".join(server.lines)
+    return server.lines
 
 
 class ServerProcess:
