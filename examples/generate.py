@@ -10,7 +10,7 @@ stay on their ranks with --experts; `mlxdist shard MODEL --tp 2` shows what each
 import argparse
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, stream_generate
+from mlx_lm.generate import stream_generate
 
 import mlxdist
 from mlxdist import nn
@@ -35,7 +35,6 @@ def main() -> None:
     for token in stream_generate(model, tokenizer, arguments.prompt, max_tokens=arguments.max_tokens):
         if group.rank() == 0:
             print(token.text, end="", flush=True)
-    mx.synchronize(generation_stream)  # the token after the last one is still on its way
     if group.rank() == 0:
         print()
 

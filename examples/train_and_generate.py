@@ -332,8 +332,7 @@ def generate(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str, tokens:
     prompt_tokens = tokenizer.encode(prompt)
     start = time.perf_counter()
     steps = list(mlx_lm.stream_generate(model, tokenizer, prompt_tokens, max_tokens=tokens))
-    # mlx-lm computes one token ahead. All ranks end those collectives here, before any other begins.
-    mx.synchronize(generation_stream)
+    mx.synchronize(generation_stream)  # mlx-lm computes one token ahead, which counts
     seconds = time.perf_counter() - start
     tokens_generated = [step.token for step in steps]
     return Generation(

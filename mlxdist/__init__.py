@@ -16,6 +16,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .base.errors import *  # noqa: F403
+    from .runtime.default_group import finalize as finalize
     from .runtime.default_group import init as init
     from .runtime.group import Group as Group
     from .runtime.handle import Handle as Handle
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .runtime.point_to_point import *  # noqa: F403
     from .runtime.registration import Registration as Registration
     from .runtime.step import set_step as set_step
+    from .train import all_reduce_grads as all_reduce_grads
     from .train import average_gradients as average_gradients
 
 _MODULES = {
@@ -32,7 +34,7 @@ _MODULES = {
         Aborted EnvironmentVariableError Error InvalidArgument Mismatch NonFinite PeerLost RendezvousError ResourceError
         Timeout TransportError VersionMismatch
     """.split(),
-    "runtime.default_group": ("init",),
+    "runtime.default_group": ("finalize", "init"),
     "runtime.group": ("Group",),
     "runtime.handle": ("Handle",),
     "runtime.mesh": ("Mesh", "mesh"),
@@ -43,7 +45,7 @@ _MODULES = {
     "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "runtime.registration": ("Registration",),
     "runtime.step": ("set_step",),
-    "train": ("average_gradients",),
+    "train": ("all_reduce_grads", "average_gradients"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -57,8 +57,9 @@ class NanGuard:
         group: whose ranks check together; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: ``model`` is no module, or another guard observes it; ``every`` is no integer from 1, or the
-            ranks have different ones. The same on all ranks.
+        InvalidArgument: ``model`` is no module, or another guard observes it; ``every`` is no integer from 1. The
+            same on all ranks.
+        Mismatch: the ranks have another ``every``.
     """
 
     def __init__(self, model: nn.Module, every: int = 1, *, group: Group | None = None) -> None:

@@ -5,7 +5,8 @@
 is `python -m mlx_lm chat --model MODEL` with another ``sharded_load``: mlx-lm's own shards only models that have a
 method ``shard()``, over no more ranks than there are KV heads, while the one below shards what
 :func:`mlxdist.nn.load_sharded` does. `generate`, which mlx-lm computes in full on every rank, loads its model by
-it, too, and rank 0 prints. All other commands are mlx-lm's.
+it, too, and rank 0 prints. `server` finds stop words in the text of an answer, as `mlxdist serve` does. All other
+commands are mlx-lm's.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +29,7 @@ from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.runtime.default_group import init
 from mlxdist.runtime.ops import broadcast
+from mlxdist.serve.stop_words import AnswerText, Sections
 
 __all__ = ["load", "main", "sharded_load"]
 
@@ -106,6 +110,8 @@ def load(
 def main() -> None:
     """What `python -m mlxdist.lm COMMAND ...` does, with the arguments of `python -m mlx_lm`."""
     utils.sharded_load = sharded_load  # the modules of commands take it from there when they are imported
+    if sys.argv[1:2] == ["server"]:
+        _find_stop_words_in_texts()
     with _on_all_ranks() if sys.argv[1:2] == ["generate"] else contextlib.nullcontext():
         cli.main()
     mx.synchronize(importlib.import_module("mlx_lm.generate").generation_stream)  # a token is on its way for nothing
@@ -122,6 +128,42 @@ def _on_all_ranks() -> Iterator[None]:
     mx.random.seed(int(broadcast(np.array([time.time_ns()]), group=group)[0]))  # --seed comes after it
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if group.rank() == 0 else nothing):
         yield
+
+
+def _find_stop_words_in_texts() -> None:
+    """From now on mlx-lm's server ends an answer before a stop word, whatever its tokens are."""
+    server = importlib.import_module("mlx_lm.server")
+    generate = server.ResponseGenerator.generate
+
+    @wraps(generate)
+    def with_stop_words(generator: Any, request: Any, arguments: Any, *others: Any, **named: Any) -> tuple[Any, Any]:
+        words = arguments.stop_words
+        if not words:
+            return generate(generator, request, arguments, *others, **named)
+        if not all(isinstance(word, str) and word for word in words):
+            raise InvalidArgument("stop must be a string or a list of strings, none of them empty")
+        context, responses = generate(generator, request, replace(arguments, stop_words=[]), *others, **named)
+        sections = Sections(context.text_sm)
+        text = AnswerText(sections, context.initial_state, words)
+        context.text_sm = sections.of_handler
+        # On several ranks mlx-lm fails where it is to end a request that is in no batch, such as one with a seed.
+        is_in_batch = generator._is_batchable(arguments) and not any(server._image_parts(request.messages))
+        return context, _up_to_stop_word(responses, text, generator._is_distributed and not is_in_batch)
+
+    server.ResponseGenerator.generate = with_stop_words
+
+
+def _up_to_stop_word(responses: Iterator[Any], text: AnswerText, runs_to_its_end: bool) -> Iterator[Any]:
+    """The responses with what is shown. mlx-lm shows no text of one with "stop": here the last one has no reason."""
+    for response in responses:
+        for each, shown in text.add(response, response.text, response.finish_reason is not None):
+            reason = None if each.finish_reason == "stop" or text.length is not None else each.finish_reason
+            yield replace(each, text=shown, finish_reason=reason)
+        if text.length is not None:
+            break
+    if runs_to_its_end:
+        for _ in responses:
+            pass
 
 
 if __name__ == "__main__":

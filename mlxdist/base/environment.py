@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlxdist._built import MAX_RANKS
+
 from .errors import EnvironmentVariableError
 from .schedulers import scheduler_rank
 
@@ -33,13 +35,12 @@ __all__ = [
     "same_job",
 ]
 
-MAX_RANKS = 1024
 MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "recursive_doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
 DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/transport/debug.h
 DEBUG_SUBSYSTEMS = (
-    "connection", "deadline", "failure", "flight", "link", "load", "meeting", "message", "operation", "reconnect",
-    "rendezvous", "verbs",
+    "connection", "deadline", "deadlock", "failure", "flight", "link", "load", "meeting", "message", "operation",
+    "reconnect", "rendezvous", "verbs",
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QP_TYPES = ("uc", "rc")
@@ -114,7 +115,7 @@ _shares = _matching(
 # The provider knows which faults there are; this rejects only what cannot be a list of any.
 _faults = _matching(f"([0-9]:)?{_FAULT}(,{_FAULT})*", "is not a list of faults, such as drop=1/100,corrupt_next=1")
 _job = _matching("[A-Za-z0-9._-]{0,256}", "must be at most 256 letters, digits, dots, dashes or underlines")
-_file = _matching("(?s).+", "is empty; give a name, write none, or unset it for the default")
+_file = _matching("(?s).+", "is empty; give a name, write none, or unset it for the default", os.path.expanduser)
 _secret = _matching(
     "([0-9a-fA-F]{2}){16,128}",
     "must be 32 to 256 hex digits, an even number of them; `openssl rand -hex 32` makes one",
@@ -139,7 +140,7 @@ def _pattern(text: str) -> str:
         raise ValueError("is empty; name a file, or unset it for stderr")
     if wrong := re.search(r"%(?![hpr%])", text.replace("%%", "")):
         raise ValueError(f"has a % at {wrong.start()} that is none of %h (host), %p (process), %r (rank) and %%")
-    return text
+    return os.path.expanduser(text)
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,12 @@ class Environment:
     )
     stall_warning: float | None = _of_user(
         "seconds until a stalled operation logs the rank it waits on, 0 for never", "10", _seconds_or_never
+    )
+    deadlock_grace: float = _of_user(
+        "seconds that ranks may wait for each other while one has an idle thread, 0 for ever",
+        "20",
+        _seconds_or_never,
+        20.0,
     )
     checksum: int | None = _of_user(
         "1: each message carries a CRC32C; damaged messages are retransmitted", "0", _integer(0, 1)

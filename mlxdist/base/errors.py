@@ -84,7 +84,8 @@ class InvalidArgument(Error, ValueError):
 
 
 class Mismatch(Error):
-    """The ranks disagree: on the operation, its dtype, shape or root, or on the step of the rendezvous."""
+    """The ranks disagree: on the operation, its dtype, shape or root; on what an object is made of; or on the step of
+    the rendezvous."""
 
 
 class Timeout(Error, TimeoutError):

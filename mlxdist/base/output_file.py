@@ -8,11 +8,12 @@ from typing import Any
 import click
 
 from .atomic_file import atomic_write
+from .user_path import UserPath
 
 __all__ = ["OUTPUT_FILE", "is_written", "try_to_open"]
 
 
-class _OutputFile(click.Path):
+class _OutputFile(UserPath):
     """A file that can be written, as far as that is known beforehand; else a usage error."""
 
     def __init__(self) -> None:

@@ -233,7 +233,7 @@ class Checkpoint:
         try:
             if path.stat().st_size > MAX_INDEX_BYTES:
                 raise ValueError(f"it has {path.stat().st_size} bytes")
-            weight_map = json.loads(path.read_text()).get("weight_map")
+            weight_map = json.loads(path.read_bytes()).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ValueError("it has no weight_map of names to files")
         except (OSError, ValueError, AttributeError, RecursionError) as error:

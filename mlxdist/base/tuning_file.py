@@ -36,7 +36,7 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 def setting() -> str | None:
     """The value of MLXDIST_TUNING_FILE, for commands, which are no rank and read no other variable."""
-    return os.environ.get("MLXDIST_TUNING_FILE") or None
+    return os.path.expanduser(os.environ.get("MLXDIST_TUNING_FILE", "")) or None
 
 
 def find(setting: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -31,6 +31,7 @@ __all__ = [
     "positive",
     "printable",
     "read_bounded",
+    "reject_constant",
     "row_of",
     "seconds",
     "strict_json",
@@ -58,7 +59,7 @@ def json_of(data: bytes | str, max_bytes: int) -> Any:
     if len(data) > max_bytes:
         raise ValueError(f"it has {len(data)} bytes, and at most {max_bytes} are allowed")
     try:
-        return json.loads(data)
+        return json.loads(data, parse_constant=reject_constant)
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
 
@@ -70,7 +71,7 @@ def strict_json(data: bytes) -> Any:
         ValueError: it is none, has a name twice in one object, or a number that JSON does not have.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_constant)
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=reject_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -87,7 +88,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> None:
+def reject_constant(name: str) -> None:
+    """For ``parse_constant`` of `json.loads`, which takes NaN and Infinity. Raises ValueError."""
     raise ValueError(f"{name} is not a number of JSON")
 
 

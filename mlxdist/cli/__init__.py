@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from mlxdist.base.environment import VARIABLES, Environment
-from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, Mismatch, ResourceError
 from mlxdist.version import __version__
 
 gc.enable()
@@ -72,7 +72,7 @@ class Commands(click.Group):
         """A wrong option, file or variable ends every command with status 2, what a host cannot give with 1."""
         try:
             return super().invoke(context)
-        except (InvalidArgument, EnvironmentVariableError) as error:
+        except (InvalidArgument, EnvironmentVariableError, Mismatch) as error:
             raise click.UsageError(str(error)) from None
         except (ResourceError, OSError) as error:
             if isinstance(error, BrokenPipeError):  # the reader of the output has gone: click's part

@@ -13,6 +13,7 @@ import click
 from mlxdist.base import tuning_file
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import try_to_open
+from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.tools.bench.sizes import SIZE, format_size, names_of
 
@@ -26,7 +27,9 @@ PARTS = ("hosts", "algorithms", "experts")
 
 @click.command()
 @host_options
-@click.option("-n", "each", type=click.IntRange(1), help="Ranks of algorithms and experts, on each host.  [default: 2]")
+@click.option(
+    "-n", "-np", "each", type=click.IntRange(1), help="Ranks of algorithms and experts, on each host.  [default: 2]"
+)
 @click.option("--only", "parts", type=names_of(PARTS), default="all", metavar="A,B", help=f"Of {', '.join(PARTS)}.")
 @click.option(
     "--seconds",
@@ -42,7 +45,7 @@ PARTS = ("hosts", "algorithms", "experts")
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=UserPath(dir_okay=False, path_type=Path),
     help="File to save to [default: MLXDIST_TUNING_FILE, else ~/.config/mlxdist/tuning.json].",
 )
 @click.option("--dry-run", is_flag=True, help="Measure and show, and save nothing.")
@@ -86,7 +89,7 @@ def calibrate(
     from mlxdist.tools.calibrate import algorithms, hosts
 
     if parts != ["hosts"]:
-        each = each or (2 if len(selection.hosts()) == 1 else None)
+        each = each or (2 if sum(host.slots for host in selection.hosts()) == 1 else None)
         runner = Runner("algorithms", *with_ranks(selection, each), repeats)
     sections: dict[str, Any] = {}
     found: dict[str, Any] = {}

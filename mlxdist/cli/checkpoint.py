@@ -12,14 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mlxdist.base.user_path import UserPath
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlxdist.train.checkpoint.manifest import Manifest
 
+
 __all__ = ["checkpoint"]
 
-DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+DIRECTORY = UserPath(exists=True, file_okay=False, path_type=Path)
 STEP = click.option("--step", type=click.IntRange(min=0), help="Of this step.  [default: all; to convert: the last]")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
@@ -82,7 +85,7 @@ def verify(directory: Path, step: int | None, as_json: bool) -> None:
 
 @checkpoint.command()
 @click.argument("source", type=DIRECTORY)
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=UserPath(path_type=Path))
 @click.option("--like", metavar="MODEL", help="The model folder with the config and tokenizer of what is in SOURCE.")
 @click.option("--name", default="model", show_default=True, help="Path of the model in the tree that is saved.")
 @STEP

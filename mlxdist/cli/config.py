@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["config"]
@@ -29,6 +30,7 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
     "--output",
     "--output-hostfile",  # MLX's name for it
     "output",
+    type=USER_PATH,
     metavar="PATH",
     default=_OUTPUT,
     show_default=True,
@@ -63,9 +65,14 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 @click.option("--without-bridge", is_flag=True, help="Take ports with a cable out of the Thunderbolt Bridge.")
 @click.option("--ignore-unreachable", is_flag=True, help="Go on without hosts that do not respond.")
 @click.option(
-    "--dot", metavar="FILE", is_flag=False, flag_value="-", help="Write the picture as DOT; no FILE: print it."
+    "--dot",
+    type=USER_PATH,
+    metavar="FILE",
+    is_flag=False,
+    flag_value="-",
+    help="Write the picture as DOT; no FILE: print it.",
 )
-@click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
+@click.option("--svg", type=USER_PATH, metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def config(
     selection: HostSelection,

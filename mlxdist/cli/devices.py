@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdist.base.environment import Environment
+from mlxdist.base.gpus import visible_gpus
 from mlxdist.cluster.facts.collect import HostFacts, collect_here
 from mlxdist.runtime.devices.device import REAL_PROVIDER, Device
 from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose
@@ -44,7 +45,7 @@ _WITHOUT_RDMA = (
     help="Time for the driver to respond: some calls never return for a port that is down.",
 )
 def devices(provider: str | None, as_json: bool, seconds: float) -> None:
-    """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do.
+    """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do. And NVIDIA GPUs.
 
     \b
         mlxdist devices                     RDMA devices
@@ -80,6 +81,8 @@ def _print(report: Sequence[tuple[Listing, list[Finding]]]) -> None:
     found = [device for listing, _ in report for device in listing.devices]
     for table in (_ports(found), _addresses(found), _limits(found)) if found else ():
         console.print(table)
+    for gpu in visible_gpus():
+        console.print(f"GPU {gpu}", soft_wrap=True)
     for listing, findings in report:
         for finding in findings:
             console.print(_line(listing, finding), soft_wrap=True)
@@ -164,5 +167,6 @@ def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: HostFacts) 
             "bridged": sorted({member for interface in facts.interfaces for member in interface.members}),
             "kernel_rdma": facts.kernel_rdma,
             "memlock": facts.memlock,
+            "gpus": [vars(gpu) for gpu in visible_gpus()],
         },
     }

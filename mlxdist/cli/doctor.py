@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from mlxdist.base.output_file import OUTPUT_FILE
+from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["doctor"]
@@ -15,9 +16,16 @@ __all__ = ["doctor"]
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @host_options
-@click.option("--script", metavar="FILE", help="Must be the same on all hosts.  [default: the .py file of COMMAND]")
+@click.option(
+    "--script",
+    type=USER_PATH,
+    metavar="FILE",
+    help="Must be the same on all hosts.  [default: the .py file of COMMAND]",
+)
 @click.option("--model", metavar="MODEL", help="Must be the same on all hosts.  [default: --model of COMMAND]")
-@click.option("--cwd", metavar="DIR", help="Where ranks will run, on every host. [default: current directory]")
+@click.option(
+    "--cwd", type=USER_PATH, metavar="DIR", help="Where ranks will run, on every host. [default: current directory]"
+)
 @click.option("--quick", is_flag=True, help="Measure nothing: no links, no GPU.")
 @click.option("--full", is_flag=True, help="Compare every byte of the model, not samples of its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
@@ -28,7 +36,7 @@ __all__ = ["doctor"]
     help="Write everything that a bug report needs here, with private data left out. Takes minutes.",
 )
 @click.option("--exclude-failed", is_flag=True, help="Write a hostfile without the hosts that have failed: --output.")
-@click.option("--output", metavar="FILE", help="Where --exclude-failed writes.")
+@click.option("--output", type=USER_PATH, metavar="FILE", help="Where --exclude-failed writes.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGUMENTS]...]")
 def doctor(
     selection: HostSelection,

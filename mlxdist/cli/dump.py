@@ -10,6 +10,7 @@ from rich.console import Console
 
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
+from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.runtime.flight_records import read_directory
@@ -27,7 +28,7 @@ __all__ = ["dump"]
 @click.option(
     "--files",
     "directory",
-    type=click.Path(path_type=Path),
+    type=UserPath(path_type=Path),
     metavar="DIR",
     help="Read the files in this directory instead of a running job.",
 )

@@ -11,15 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
 from mlxdist.cluster.hostfile.parsing import parse, read
 from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.cluster.hostfile.slurm import from_slurm
-from mlxdist.cluster.hostfile.writing import save, write
+from mlxdist.cluster.hostfile.writing import left_out, save, write
 
 __all__ = ["hostfile"]
 
-_FILE = click.argument("file", metavar="FILE")
+_FILE = click.argument("file", type=USER_PATH, metavar="FILE")
 
 
 @click.group()
@@ -61,18 +62,19 @@ def show(file: str, as_json: bool) -> None:
 @hostfile.command()
 @_FILE
 @click.option("--to", "format", type=click.Choice(FORMATS), required=True, help="The format to write.")
-@click.option("--output", metavar="PATH", help="Where to write.  [default: standard output]")
+@click.option("--output", type=USER_PATH, metavar="PATH", help="Where to write.  [default: standard output]")
 def convert(file: str, format: str, output: str | None) -> None:
-    """Write FILE in another format. What that has no place for is an error, but for the ports of a ring: the launcher
-    chooses them.
+    """Write FILE in another format. What that has no place for is an error. From a ring the ports are left out: the
+    launcher chooses them. For a ring all but the addresses is left out, and
+    printed by name.
 
     \b
         mlxdist hostfile convert hosts.txt --to json --output rmlx-hosts.json
     """
     found = _read(file)
     _warn(found)
-    if format != "ring" and any(host.ports for host in found.hosts):
-        text = f"the ports are left out, for {format} has no place for them; `mlxdist launch --starting-port` sets them"
+    if lost := left_out(found, format):
+        text = f"left out, for {format} has no place for it: {', '.join(lost)}"
         click.secho(f"hostfile {found.source}: {text}", fg="yellow", err=True)
     _emit(found, format, output)
 
@@ -81,7 +83,7 @@ def convert(file: str, format: str, output: str | None) -> None:
 @click.argument("nodes", required=False)
 @click.option("--slots", type=click.IntRange(1, MAX_RANKS), help="Ranks on each host.  [default: SLURM's tasks, or 1]")
 @click.option("--to", "format", type=click.Choice(FORMATS), default="json", show_default=True, help="Format to write.")
-@click.option("--output", metavar="PATH", help="Where to write.  [default: standard output]")
+@click.option("--output", type=USER_PATH, metavar="PATH", help="Where to write.  [default: standard output]")
 def from_slurm_command(nodes: str | None, slots: int | None, format: str, output: str | None) -> None:
     """Write the hosts of a SLURM allocation, or of a compact list NODES, as a hostfile.
 

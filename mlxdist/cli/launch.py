@@ -120,7 +120,10 @@ def _hosts_or_nodes(selection: HostSelection, options: Options) -> tuple[HostSel
     given = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
     is_given = any(value is not None for value in given)
     if selection.hostfile is not None and is_given:
-        raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
+        raise click.UsageError(
+            "--nodes is for launchers that something else starts on each node, and takes no hosts: leave out "
+            "--hostfile and --hosts, and unset MLX_HOSTFILE."
+        )
     alone = options.ranks is not None and not is_given and "SLURM_STEP_ID" not in os.environ
     if selection.hostfile is not None or alone:
         return selection, None

@@ -13,6 +13,8 @@ from click.core import ParameterSource
 
 from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, VARIABLES
+from mlxdist.base.user_path import USER_PATH
+from mlxdist.base.validation import reject_constant
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .shard import RankShares
@@ -39,7 +41,7 @@ _RESTARTS = 3
 
 def _json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=reject_constant)
     except ValueError as error:
         raise click.BadParameter(f"{text!r:.80} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -75,7 +77,7 @@ _LAYOUT = (
         type=RankShares(),
         help="Shares of the --tp ranks, or of stages: 2,1; with measured hosts also memory (the default) or compute.",
     ),
-    click.option("--plan", metavar="FILE", help="Of `mlxdist shard --json`; only rank 0 needs it."),
+    click.option("--plan", type=USER_PATH, metavar="FILE", help="Of `mlxdist shard --json`; only rank 0 needs it."),
     click.option("--stream-weights", is_flag=True, help="Only rank 0 has MODEL, and sends the others what they hold."),
 )
 
@@ -84,7 +86,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """MODEL, and the ranks that the command starts."""
     ranks = click.IntRange(1, MAX_RANKS)
     command = host_options(command)
-    command = click.option("-n", "ranks", type=ranks, metavar="N", help="Number of ranks; with hosts: on each.")(
+    command = click.option("-n", "-np", "ranks", type=ranks, metavar="N", help="Number of ranks; with hosts: on each.")(
         command
     )
     return click.argument("model")(command)
@@ -135,7 +137,7 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option(
     "--adapter", multiple=True, callback=_pairs, metavar="NAME=PATH", help="For requests that name it; repeatable."
 )
-@click.option("--adapter-path", metavar="PATH", help="Adapters of all requests, in place of --adapter.")
+@click.option("--adapter-path", type=USER_PATH, metavar="PATH", help="Adapters of all requests, in place of --adapter.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
 @click.option("--max-queue", type=COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
@@ -161,7 +163,9 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option(
     "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
 )
-@click.option("--prompt-cache-dir", metavar="DIR", help="Keeps the prefix cache from one run to the next.")
+@click.option(
+    "--prompt-cache-dir", type=USER_PATH, metavar="DIR", help="Keeps the prefix cache from one run to the next."
+)
 @click.option("--max-tokens", type=COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Its top_p.")

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from mlxdist.base.child_process import module_command
+from mlxdist.base.user_path import USER_PATH
 
 __all__ = ["shard"]
 
@@ -49,7 +50,9 @@ class RankShares(click.ParamType):
     help="Shares of the --tp ranks, for machines of unequal size: 2,1; with --hostfile also memory (the default) or "
     "compute.",
 )
-@click.option("--hostfile", metavar="FILE", help="Shares as its hosts were measured by `mlxdist calibrate`.")
+@click.option(
+    "--hostfile", type=USER_PATH, metavar="FILE", help="Shares as its hosts were measured by `mlxdist calibrate`."
+)
 @click.option("--verify", is_flag=True, help="Load it so on ranks of this machine and compare the logits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, and what --verify found, as JSON.")
 def shard(

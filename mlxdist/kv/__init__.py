@@ -1,8 +1,9 @@
 """Prompt caches of mlx-lm from some ranks to others, so that some ranks compute prompts and others generate.
 
-Rank 0 calls ``kv.send(cache, 1)`` after ``model(prompt, cache=cache)``, and rank 1 ``cache = kv.recv(0)``. Where the
-model is sharded or staged, ranks 0 and 1 call ``kv.send(cache, [2, 3], model=model)``, and ranks 2 and 3
-``cache = kv.recv([0, 1], model=model)``: tensor parallelism and stages may differ on the two sides.
+Rank 0 calls ``kv.send(cache, 1, model=model)`` after ``model(prompt, cache=cache)``, and rank 1
+``cache = kv.recv(0, model=model)``. Where the model is sharded or staged, ranks 0 and 1 call
+``kv.send(cache, [2, 3], model=model)``, and ranks 2 and 3 ``cache = kv.recv([0, 1], model=model)``: tensor parallelism
+and stages may differ on the two sides.
 """
 
 from .transfer import recv, send

@@ -14,7 +14,18 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from ..base.errors import InvalidArgument
 from ..nn.sharding.plan.parameters import dtype_name
 
-__all__ = ["CACHES", "DTYPES", "arrays_in", "described", "is_array", "parts_of", "split", "state_of", "widths_of"]
+__all__ = [
+    "CACHES",
+    "DTYPES",
+    "arrays_in",
+    "checked_layers",
+    "described",
+    "is_array",
+    "parts_of",
+    "split",
+    "state_of",
+    "widths_of",
+]
 
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(mx).values() if isinstance(dtype, mx.Dtype)}
 CACHES = {
@@ -76,6 +87,19 @@ def described(state: Any) -> Any:
         InvalidArgument: there is something else in it than arrays and numbers.
     """
     return tree_map(_described, state, is_leaf=is_array)
+
+
+def checked_layers(layers: Any) -> list[list[Any]]:
+    """[class name, described state] of each layer, from JSON. Raises ValueError, KeyError or TypeError where they are
+    none, or of caches that this mlx-lm does not make of such states."""
+    for name, state in layers:
+        CACHES[name].from_state(tree_map(_empty, state, is_leaf=is_array))
+    return layers
+
+
+def _empty(leaf: Any) -> Any:
+    """In place of an array that is still to come."""
+    return mx.zeros(leaf["shape"], DTYPES[leaf["dtype"]]) if is_array(leaf) else leaf
 
 
 def is_array(leaf: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import OF_JOB, format_address
 from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.gpus import gpu_of_rank, visible_gpus
 from mlxdist.runtime import mpi_shim
 
 from .backends import Exports
@@ -244,6 +245,7 @@ class LocalJob:
             variables |= dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
             variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
             variables["MLX_LOCAL_RANK"] = str(local_rank)
+            variables |= gpu_of_rank(self.variables, local_rank, visible_gpus())
         listener = self._listener if rank == 0 else None
         passed: tuple[int, ...] = ()
         if listener is not None and self.numbered:

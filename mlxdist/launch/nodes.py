@@ -182,7 +182,7 @@ def _read_secret(file: str) -> str:
         raise InvalidArgument(f"--secret-file {file}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise InvalidArgument(f"--secret-file {file}: others may read it; type: chmod 600 {file}")
-    return data.decode(errors="replace").strip()
+    return data.decode("utf-8-sig", errors="replace").strip()
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QP_TYPES
+from mlxdist.base.user_path import USER_PATH
 from mlxdist.base.validation import read_bounded
 
 from .backends import BACKENDS, DEFAULT_PORT
@@ -50,14 +51,18 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
     ranks: int | None = _option(
         _WHERE,
         "-n",
+        "-np",
         "--repeat-hosts",
         "--gpus",
         type=click.IntRange(1, MAX_RANKS),
         metavar="N",
-        help="Number of ranks; with hosts: on each of them.",
+        help="Number of ranks; with hosts: on each of them, as many as it has slots, if the hostfile gives any.",
     )
     cwd: str | None = _option(
-        _WHERE, metavar="DIR", help="Where the ranks run, on every host.  [default: the current directory]"
+        _WHERE,
+        type=USER_PATH,
+        metavar="DIR",
+        help="Where the ranks run, on every host.  [default: the current directory]",
     )
     nodes: int | None = _option(
         _NODES, type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of nodes, each with -n."
@@ -67,7 +72,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         _NODES, metavar="HOST[:PORT]", help=f"Where node 0 listens.  [default port: {DEFAULT_PORT}]"
     )
     secret_file: str | None = _option(
-        _NODES, metavar="FILE", help="Has the secret that MLXDIST_SECRET would have, mode 0600."
+        _NODES, type=USER_PATH, metavar="FILE", help="Has the secret that MLXDIST_SECRET would have, mode 0600."
     )
     backend: str = _option(
         _BACKEND,
@@ -111,7 +116,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         _INPUT, "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
     )
     env_file: str | None = _option(
-        _INPUT, metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it."
+        _INPUT, type=USER_PATH, metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it."
     )
     stdin: str = _option(
         _INPUT,
@@ -124,7 +129,11 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         _OUTPUT, "--prefix/--no-prefix", default=True, help="The rank in front of each line, or output as it is."
     )
     logs: str | None = _option(
-        _OUTPUT, "--log-dir", metavar="DIR", help="Write what rank N prints also to rank-N.out and .err there."
+        _OUTPUT,
+        "--log-dir",
+        type=USER_PATH,
+        metavar="DIR",
+        help="Write what rank N prints also to rank-N.out and .err there.",
     )
     verbose: bool = _option(_OUTPUT, is_flag=True, help="Report the start and the end of every rank.")
     limit: float | None = _option(
@@ -240,7 +249,7 @@ def _lines(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        lines = read_bounded(file, _MAX_ENV_FILE).decode().splitlines()
+        lines = read_bounded(file, _MAX_ENV_FILE).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise click.UsageError(f"--env-file {file}: byte {error.start} is not of UTF-8; write it as UTF-8.") from None
     except ValueError as error:

@@ -77,7 +77,8 @@ def job_command(
     variables = variables or {}
     command = module_command("mlxdist", "launch", *where, *options)
     command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    return [*command, "--", *program], {name: value for name, value in os.environ.items() if name not in variables}
+    given = {*variables, "MLX_HOSTFILE"}  # `where` names the hosts
+    return [*command, "--", *program], {name: value for name, value in os.environ.items() if name not in given}
 
 
 def run_command(

@@ -7,6 +7,8 @@ from pathlib import Path
 __all__ = ["TracebackFilter", "Tracebacks"]
 
 _START = b"Traceback (most recent call last):\n"
+# So begins what Python prints of a program that it cannot compile, without a traceback.
+_NOT_COMPILED = re.compile(rb'  File "[^"\n]+", line \d+\n')
 # Between the tracebacks of an exception and its cause.
 _BETWEEN = (
     b"\n",
@@ -57,8 +59,8 @@ class TracebackFilter:
     def take(self, lines: bytes) -> bytes:
         """``lines``: complete ones, each with its end."""
         tracebacks = self._tracebacks
-        if tracebacks is None or not (self._held or self.repeats or _START in lines):  # the usual case, fast
-            return lines
+        if tracebacks is None or not (self._held or self.repeats or _START in lines or b'  File "' in lines):
+            return lines  # the usual case, fast
         return b"".join(self._take_line(line, tracebacks) for line in lines.splitlines(keepends=True))
 
     def take_held(self) -> bytes:
@@ -75,7 +77,7 @@ class TracebackFilter:
             self._held = []
             self.repeats = not tracebacks.is_new(self._rank, text)
             return line if self.repeats else text
-        if line == _START:
+        if line == _START or _NOT_COMPILED.fullmatch(line):
             self._held = [line]
             return b""
         self.repeats &= line in _BETWEEN

@@ -34,6 +34,7 @@ import mlx.core as mx
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.label import label_scope, next_text
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 
@@ -69,8 +70,14 @@ def with_gradients(
     """
     if not arrays or not bridge.traces():
         return arrays
+    where = next_text()
+
+    def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
+        with label_scope(where and f"{where} backward"):
+            return tuple(backward(cotangents))
+
     copy: Any = mx.custom_function(lambda *arrays: list(arrays))
-    copy.vjp(lambda primals, cotangents, outputs: tuple(backward(cotangents)))
+    copy.vjp(vjp)
     return copy(*arrays)
 
 
@@ -78,8 +85,14 @@ def with_backward(forward: _Unary, backward: _Unary, x: mx.array) -> mx.array:
     """``forward(x)``. Backward: ``backward`` of the cotangent. Where MLX traces nothing, the forward pass alone."""
     if not bridge.traces():
         return forward(x)
+    where = next_text()
+
+    def vjp(primal: Any, cotangent: Any, output: Any) -> mx.array:
+        with label_scope(where and f"{where} backward"):
+            return backward(cotangent)
+
     both: Any = mx.custom_function(forward)
-    both.vjp(lambda primal, cotangent, output: backward(cotangent))
+    both.vjp(vjp)
     return both(x)
 
 

@@ -176,13 +176,13 @@ def slice_along(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
 def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int, group: Group) -> mx.array:
     """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``; a piece may come
     more than once. Backward: for each element the sum of the cotangents of all its copies, on all ranks."""
-    # By numbers, not slices: MLX leaves out a slice of all or of nothing, and so the graphs of the ranks would differ,
-    # and with them the order of their collectives.
+    # By numbers and by the adjoint of take(): MLX leaves out a slice of all or of nothing, and at[...].add dimensions
+    # of length 1, and so the graphs of the ranks would differ, and with them the order of their collectives.
     places = mx.array([place for piece in pieces for place in range(piece.start, piece.stop)])
 
     def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
         whole = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype)
-        whole = whole.at[(*(slice(None),) * axis, places)].add(cotangents[0])
+        _, (whole,) = mx.vjp(lambda whole: mx.take(whole, places, axis), [whole], list(cotangents))
         return [mx.take(all_sum(whole, group=group), places, axis)]
 
     return with_gradients(backward, [x])[0]
@@ -190,11 +190,10 @@ def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int
 
 def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]], group: Group) -> mx.array:
     """``places``: the slices of every rank in the full array, one for each segment."""
-    longest, mine = max(sizes), sizes[group.rank()]
-    if mine < longest:
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, longest - mine)
-        x = mx.pad(x, padding)
+    longest = max(sizes)
+    if min(sizes) < longest:  # on all ranks: mx.pad would give the longest shard another graph
+        padded = mx.zeros((*x.shape[:axis], longest, *x.shape[axis + 1 :]), x.dtype)
+        x = mx.slice_update(padded, x, mx.array([0]), (axis,))
     gathered = gather_from_tensor_parallel_region(x, axis, group)
     if len(places[0]) == 1 and min(sizes) == longest:
         return gathered

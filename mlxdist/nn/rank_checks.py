@@ -10,7 +10,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlxdist.base.errors import InvalidArgument, located
+from mlxdist.base.errors import InvalidArgument, Mismatch, located
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather
 
@@ -21,7 +21,7 @@ _SHOWN_BYTES = 300  # of what the ranks disagree about
 
 
 def agree(
-    name: str, group: Group, problem: str | None, equal: Mapping[str, object], facts: Sequence[int] = ()
+    name: str, group: Group, problem: str | Mismatch | None, equal: Mapping[str, object], facts: Sequence[int] = ()
 ) -> np.ndarray:
     """All ranks' ``facts``, once it is certain that none has a problem. Collective: one all_gather, awaited.
 
@@ -29,25 +29,30 @@ def agree(
 
     Args:
         name: what the messages begin with.
-        problem: what is wrong with this rank's arguments; ``None`` for nothing.
-        equal: what must be the same on all ranks, as text, by what it is called in messages. How many there are, and
-            how many facts, is the same on all ranks.
-        facts: what the other ranks should know of this one.
+        problem: what is wrong with this rank's arguments; ``None`` for nothing. A Mismatch with other ranks stays one.
+        equal: what must be the same on all ranks, as text, by what it is called in messages; of a mapping, such as
+            :func:`described` returns, what is in it, by path.
+        facts: what the other ranks should know of this one. How many there are is the same on all ranks.
 
     Returns:
         int64 of shape (ranks, len(facts)).
 
     Raises:
-        InvalidArgument: a rank has a problem, or the ranks disagree; the same text on all ranks.
+        InvalidArgument: a rank has a problem; the same text on all ranks.
+        Mismatch: the ranks disagree; the text names the first path that differs. The same on all ranks.
     """
-    values = [str(value) for value in equal.values()]
-    table = _gathered([problem is not None, _digest("\0".join(values)), *facts], group)
-    refused, digests = table[:, 0], table[:, 1]
-    if refused.any():
-        text = located(_shortened(problem, _TEXT_BYTES), group.rank(), socket.gethostname()) if problem else ""
-        raise InvalidArgument(texts(text, group)[int(np.argmax(refused))])
+    lines = dict(_lines(equal)) if group.size() > 1 else {}
+    kind = 0 if problem is None else 2 if isinstance(problem, Mismatch) else 1
+    table = _gathered([kind, _digest(repr(sorted(lines.items()))), *facts], group)
+    kinds, digests = table[:, 0], table[:, 1]
+    if kinds.any():
+        text = _shortened(str(problem or ""), _TEXT_BYTES)
+        if kind == 1:
+            text = located(text, group.rank(), socket.gethostname())
+        first = int(np.argmax(kinds > 0))
+        raise (Mismatch if kinds[first] == 2 else InvalidArgument)(texts(text, group)[first])
     if (digests != digests[0]).any():
-        _raise_difference(name, list(equal), values, group)
+        raise Mismatch(_difference(name, lines, group))
     return table[:, 2:]
 
 
@@ -55,12 +60,13 @@ def agree(
 def agreed(name: str, group: Group, *values: object) -> Iterator[None]:
     """A ``with`` block of checks whose outcome, and ``values``, are then compared over the ranks by :func:`agree`.
 
-    Nothing in the block may communicate. ``values`` are compared by their ``repr``. In a group of one the block is all
-    there is.
+    Nothing in the block may communicate. ``values`` are compared by their ``repr``, and mappings by what is in them, as
+    it is behind the block. In a group of one the block is all there is.
 
     Raises:
         InvalidArgument: on every rank, if the block raised an exception on one (this one's own keeps its class there),
-            with the text of the lowest such rank; or if ``values`` differ.
+            with the text of the lowest such rank.
+        Mismatch: on every rank, if ``values`` differ, or the block raised one.
     """
     refusal: Exception | None = None
     try:
@@ -68,24 +74,35 @@ def agreed(name: str, group: Group, *values: object) -> Iterator[None]:
     except Exception as error:  # the other ranks wait to hear of it
         refusal = error
     if group.size() > 1:
-        problem = None if refusal is None else str(refusal) or type(refusal).__name__
+        text = None if refusal is None else str(refusal) or type(refusal).__name__
+        equal: dict[str, object] = {"arguments": repr([value for value in values if not isinstance(value, Mapping)])}
+        for value in values:
+            equal |= value if isinstance(value, Mapping) else {}
         try:
-            agree(name, group, problem, {"arguments": repr(values)})
-        except InvalidArgument as error:
-            if refusal is None or isinstance(refusal, InvalidArgument):
+            agree(name, group, refusal if isinstance(refusal, Mismatch) else text, equal)
+        except (InvalidArgument, Mismatch) as error:
+            if refusal is None or isinstance(refusal, InvalidArgument | Mismatch):
                 raise error from refusal
     if refusal is not None:
         raise refusal
 
 
-def described(module: object) -> object:
-    """What must be the same on all ranks of a module, for :func:`agreed`: class, names, shapes, dtypes; not values."""
+def described(module: object, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, object]:
+    """What must be the same on all ranks of a module, for :func:`agreed`: its class, and shape, dtype and whether it is
+    frozen of each parameter; not values. ``shapes``: of parameters in full, where ranks hold shards of them."""
     if not isinstance(module, nn.Module):
-        return type(module).__name__
-    arrays = sorted(
-        (name, value.shape, str(value.dtype)) for name, value in dict(tree_flatten(module.parameters())).items()
-    )
-    return type(module).__name__, arrays
+        return {"module": type(module).__name__}
+    # Some models of mlx-lm are made without nn.Module's own attributes, and have no trainable_parameters().
+    frozen = {
+        f"{path}.{name}".lstrip(".") for path, one in module.named_modules() for name in getattr(one, "_no_grad", ())
+    }
+    arrays: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    found: dict[str, object] = {"module": type(module).__name__}
+    for path, array in arrays.items():
+        shape, dtype = list(shapes[path] if shapes else array.shape), str(array.dtype).removeprefix("mlx.core.")
+        is_frozen = path in frozen or path.rpartition(".")[0] in frozen  # of a parameter that is a list
+        found[f"parameter {path}"] = f"{dtype} {shape}{', frozen' if is_frozen else ''}"
+    return found
 
 
 def on_host(array: mx.array) -> np.ndarray | None:
@@ -101,14 +118,27 @@ def on_host(array: mx.array) -> np.ndarray | None:
         return None
 
 
-def _raise_difference(name: str, names: list[str], values: list[str], group: Group) -> None:
-    digests = _gathered([_digest(value) for value in values], group)
-    place = int(np.argmax((digests != digests[0]).any(axis=0)))
-    rank = int(np.argmax(digests[:, place] != digests[0, place]))
-    said = texts(_shortened(values[place], _SHOWN_BYTES), group)
-    raise InvalidArgument(
-        f"{name}: the ranks disagree about the {names[place]}: {said[0]} on rank 0, {said[rank]} on rank {rank}"
-    )
+def _lines(equal: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What is compared, as (path, text)."""
+    for name, value in equal.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{name} ")
+        else:
+            yield prefix + name, str(value)
+
+
+def _difference(name: str, lines: dict[str, str], group: Group) -> str:
+    """The first path, in alphabetic order, that not all ranks have, or not with the same text. Collective."""
+    paths = sorted(lines)
+    most = int(_gathered([len(paths)], group).max())
+    rows = _gathered([*(_digest(f"{path}\0{lines[path]}") for path in paths), *[0] * (most - len(paths))], group)
+    place = int(np.argmax((rows != rows[0]).any(axis=0)))
+    path = min(filter(None, texts(paths[place] if place < len(paths) else "", group)))
+    own = lines.get(path, "nothing")
+    rows = _gathered([_digest(own)], group)
+    rank = int(np.argmax(rows[:, 0] != rows[0, 0]))
+    said = texts(_shortened(own, _SHOWN_BYTES), group)
+    return f"{name}: the ranks disagree about the {path}: {said[0]} on rank 0, {said[rank]} on rank {rank}"
 
 
 def _digest(text: str) -> int:

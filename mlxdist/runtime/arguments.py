@@ -10,6 +10,7 @@ from mlxdist.base import errors
 
 from .default_group import default_group
 from .group import Group
+from .label import next_label
 from .timeout import native_timeout
 
 __all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "Stream", "group_of", "operation"]
@@ -17,7 +18,7 @@ __all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "S
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NUMBERS = (bool, int, float, complex)
+_CONVERTED = (bool, int, float, complex, list, tuple)  # by mx.array
 DEFAULTS = {"group": None, "stream": None, "out": None, "dtype": None, "async_op": False, "timeout": None}
 
 
@@ -86,16 +87,18 @@ class Call:
             self.limit = native_timeout(name, self.timeout)
 
     def lazy(self, x: Any) -> mx.array | None:
-        """``x``, if it is an array of MLX or a number, which becomes one, else None; checks the options with it."""
+        """``x`` as an ``mx.array``, if it is one, or a number or a list; else None. Checks the options with it."""
         if not isinstance(x, mx.array):
-            if type(x) not in _NUMBERS:  # NumPy's are instances of these, too
+            if type(x) not in _CONVERTED:  # NumPy's numbers are instances of these, too
                 if self.stream is not None:
                     raise self.error("stream is for mx.array, and other arrays need none")
                 return None
             try:
                 x = mx.array(x)
-            except (RuntimeError, ValueError, OverflowError):
+            except (RuntimeError, OverflowError):
                 raise self.error("x does not fit int64") from None
+            except ValueError as error:
+                raise self.error(f"x makes no mx.array: {error}") from None
         if self.options:
             if self.out is not None or self.dtype is not None:
                 raise self.error("out and dtype are for NumPy arrays and buffers, and x is an mx.array")
@@ -109,7 +112,10 @@ class Call:
     @property
     def mlx_group(self) -> mx.distributed.Group:
         """For MLX's own operations."""
-        return self.group.mlx if self.timeout is None else self.group.connection.mlx_group(self.limit, 0)
+        label = next_label()
+        if self.timeout is None and not label:
+            return self.group.mlx
+        return self.group.connection.mlx_group(self.limit, 0, label)
 
     def error(self, problem: str) -> errors.InvalidArgument:
         return errors.InvalidArgument(f"{self.name}: {problem}")

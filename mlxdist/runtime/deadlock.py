@@ -7,15 +7,13 @@ it waits on what that one waits on, and so on: a search for a circle in the wait
 Responses of several ranks are not of the same moment. So the ranks are queried twice: where nothing has changed, all of
 it held between the last response of the first time and the first request of the second.
 
-A false alarm would end a job that works. So what is not proven to be blocked counts as able to progress: a message that
-may be in flight, and a rank that may call other operations. Such a rank has
+A false alarm would end a job that works. So what may be in flight counts as able to progress, and so does a rank whose
+threads may call other operations (program_threads.py). Ranks of a circle of which none can get an error at once. Where
+threads wake up now and then, as the monitor of a progress bar does, they may come with what is missing: that circle is
+a warning on all ranks, and an error when it has stood for the grace (MLXDIST_DEADLOCK_GRACE). Where a thread runs,
+sleeps, or waits for input it is neither. The grace counts only while these ranks respond: not while one is stopped.
 
-- a thread of Python, other than mlxdist's own, that is not in the engine, or is there with a time limit of its own:
-  also one in ``mx.eval``, and the helper of a library,
-- or a stream of MLX with queued operations that is in none of them now,
-- or the MPI shim, behind which MLX queues operations that mlxdist does not see.
-
-Whatever its threads do, a stream of MLX runs its operations in order. So what one has queued in a group comes after the
+Whatever its threads do, a stream of MLX runs its operations in order. So what one has queued comes after the
 operation that it is in.
 """
 
@@ -25,15 +23,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from mlxdist.base import errors
+from mlxdist.base import errors, logger
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.validation import fields_of, flag, list_of, number, row_of, text
 
-from .deadlock_graph import GONE, Edge, Graph, Node, Operation, Report
+from .deadlock_graph import GONE, NAMED, Edge, Graph, Node, Operation, Report
 from .internal_thread import InternalThread
 from .native import bridge, ffi, lib
+from .program_threads import Freedom, ProgramThreads
 
 __all__ = ["TAG", "DeadlockDetector"]
 
@@ -49,6 +49,10 @@ _RESPONSE_TIMEOUT = 2.0
 _AGAIN = 0.5
 _AGAIN_MAX = 30.0
 
+# Seconds until a circle is searched again; and until one that was not seen is a new one, since a process was stopped.
+_CONFIRM = 0.5
+_UNSEEN_MAX = 5.0
+
 # With more operations in progress a rank counts as free, and its other operations are not reported.
 _MAX = 64
 
@@ -60,18 +64,35 @@ _MAX_TEXT = 4096
 _NUMBER = number(1, GONE - 1)
 _COUNT = number(0, 2**32 - 1)
 _GROUP = number(0, 2**16 - 1)
-_OPERATION = (_NUMBER, _COUNT, number(-1, 2**15), _GROUP, number(0, 1), _COUNT, text(160))
-_EDGE = (number(0, 2**15), _GROUP, number(0, 1), _COUNT)
+_TRANSFER = number(0, 2**48 - 1)  # place and index
+_OPERATION = (_NUMBER, _COUNT, number(-1, 2**15), _GROUP, number(0, 1), _TRANSFER, text(288))
+_EDGE = (number(0, 2**15), _GROUP, number(0, 1), _TRANSFER)
 _FAILURE = {"failure": text(_MAX_TEXT)}
+_WARNING = {"warning": text(_MAX_TEXT)}
 _REQUEST = {"request": _COUNT, "edges": list_of(row_of(*_EDGE), _MAX)}
 _RESPONSE = {
     "response": _COUNT,
     "operations": list_of(row_of(*_OPERATION), _MAX),
     "lines": list_of(_NUMBER, 2 * _MAX),
-    "free": flag,
     "left": flag,
+    "freedom": number(0, max(Freedom)),
     "come": list_of(number(0, GONE), _MAX),
 }
+
+
+_ADVICE = (
+    "all ranks of a group must call the same operations in the same order, with the same algorithm (MLXDIST_ALGO), and "
+    "what one waits for must not wait for what it calls later"
+)
+
+
+@dataclass
+class _Suspicion:
+    """A circle that another operation may still resolve."""
+
+    circle: list[tuple[Node, int]]  # with the progress of each operation
+    since: float
+    seen: float
 
 
 class DeadlockDetector:
@@ -82,15 +103,22 @@ class DeadlockDetector:
         rank: int,
         host: str,
         native: Any,
+        grace: float,
         send: Callable[[int, str, bytes], None],
         has_left: Callable[[], bool],
         has_mpi_shim: Callable[[], bool],
     ) -> None:
-        """``send(rank, tag, data)`` makes ``take`` be called there. ``has_left()``: this rank calls nothing more but
-        finalize. ``has_mpi_shim()``: MLX may carry out operations that the bridge does not know of."""
+        """``grace``: seconds, 0 for ever. ``send(rank, tag, data)`` makes ``take`` be called there. ``has_left()``:
+        this rank calls nothing more but finalize. ``has_mpi_shim()``: MLX may carry out operations that the bridge does
+        not know of."""
         self._rank = rank
         self._host = host
         self._native = native
+        self._grace = grace
+        self._threads = ProgramThreads(native)
+        self._suspicion: _Suspicion | None = None
+        self._warned_of: list[tuple[Node, int]] = []
+        self._printed = ""
         self._send = send
         self._has_left = has_left
         self._has_mpi_shim = has_mpi_shim
@@ -115,6 +143,8 @@ class DeadlockDetector:
             message = json.loads(data)
             if isinstance(message, dict) and "failure" in message:
                 self._fail(fields_of(_FAILURE, message)["failure"])
+            elif isinstance(message, dict) and "warning" in message:
+                self._print(fields_of(_WARNING, message)["warning"])
             elif isinstance(message, dict) and "request" in message:
                 request = fields_of(_REQUEST, message)
                 self._respond(rank, request["request"], [Edge(*edge) for edge in request["edges"]])
@@ -137,43 +167,98 @@ class DeadlockDetector:
                 and len(edges) == len(response["come"])
             ):
                 come = dict(zip(edges, response["come"], strict=True))
-                self._responses[rank] = Report(operations, response["lines"], response["free"], response["left"], come)
+                self._responses[rank] = Report(
+                    operations, response["lines"], response["left"], come, Freedom(response["freedom"])
+                )
                 self._changed.notify_all()
 
     def _watch(self) -> None:
         seen: set[tuple[int, int]] = set()
         again = due = 0.0
+        free = False
         while self._sleep():
             waits, _ = self._waits()
             still = {(wait.number, wait.progress_count) for wait in waits or [] if wait.stuck_ns > _STALLED * 1e9}
             if not still <= seen:
                 again, due = _AGAIN, 0.0
+            # The last rank that comes to wait finds the circle that this closes.
+            was_free, free = free, bool(still) and self._own_report([]).freedom == Freedom.FREE
+            if was_free and not free:
+                due = min(due, time.monotonic() + _CONFIRM)
             seen = still
             if still and time.monotonic() >= due:
-                due, again = time.monotonic() + again, min(2 * again, _AGAIN_MAX)
-                self._search([(self._rank, wait) for wait, _ in sorted(still)])
+                suspects = self._search([(self._rank, wait) for wait, _ in sorted(still)])
+                due, again = time.monotonic() + (_CONFIRM if suspects else again), min(2 * again, _AGAIN_MAX)
 
     def _sleep(self) -> bool:
         with self._changed:
             return not self._changed.wait_for(lambda: self._ended, _INTERVAL)
 
-    def _search(self, start: list[Node]) -> None:
+    def _search(self, start: list[Node]) -> bool:
+        """Whether ranks wait for each other, as far as can be seen now."""
+        if not (found := self._find(start)):
+            self._suspicion = None
+            return False
+        self._act(*found)
+        return True
+
+    def _find(self, start: list[Node]) -> tuple[Graph, list[Node], Freedom] | None:
+        """A circle that has stood for a moment, and what its ranks may do about it."""
         first = self._collect(start)
-        if first is None or not (blocked := sorted(first.blocked().intersection(start))):
-            return
+        if first is None or not first.blocked(Freedom.PENDING).intersection(start):
+            return None
         second = self._collect(start)
-        if second is None or second.reports != first.reports:
+        if second is None or not second.agrees(first):
+            return None
+        for freedom in (Freedom.STUCK, Freedom.IDLE, Freedom.PENDING):
+            if blocked := first.blocked(freedom) & second.blocked(freedom) & set(start):
+                return second, second.path(min(blocked), freedom), freedom
+        return None
+
+    def _act(self, graph: Graph, path: list[Node], freedom: Freedom) -> None:
+        """Warns of a circle when it is seen again, and ends it when no thread, or none in time, can."""
+        operations = [graph.reports[rank].operations[number] for rank, number in path]
+        circle = [(node, operation.progress_count) for node, operation in zip(path, operations, strict=True)]
+        now = time.monotonic()
+        last = self._suspicion
+        if last is None or last.circle != circle or now - last.seen > _UNSEEN_MAX:
+            last = self._suspicion = _Suspicion(circle, now, now)
+        last.seen = now
+        text = graph.describe(path)
+        if freedom > Freedom.STUCK and now > last.since and circle != self._warned_of:
+            self._warned_of = circle
+            self._warn(text, path)
+        is_over = freedom == Freedom.IDLE and 0 < self._grace <= now - last.since
+        if freedom == Freedom.STUCK or is_over:
+            # One rank says it for all, whichever of them has found it.
+            waits_for = operations[-1].waits_for
+            speaker = waits_for if graph.reports[waits_for].left else min(rank for rank, _ in path)
+            why = f"has gone on for {self._grace:g} s (MLXDIST_DEADLOCK_GRACE)" if is_over else "can go on"
+            self._tell(speaker, {"failure": f"ranks disagree: {text}; none of them {why}: {_ADVICE}"})
+
+    def _warn(self, text: str, path: list[Node]) -> None:
+        """On all ranks, which print it once. The ranks that the text names do it, since one may not find the circle."""
+        if self._rank not in {rank for rank, _ in path[:NAMED]}:
             return
-        path = first.path(blocked[0])
-        rank, number = path[-1]
-        last = first.reports[rank].operations[number].waits_for
-        # One rank says it for all, whichever of them has found it.
-        speaker = last if first.reports[last].left else min(rank for rank, _ in path)
-        text = first.describe(path)
-        if speaker == self._rank:
-            self._fail(text)
+        limit = f"in {self._grace:g} s" if self._grace else "at the deadline of the operations"
+        text = (
+            f"ranks wait for each other: {text}; unless a thread that is idle now calls what is missing, this ends "
+            f"with an error {limit} (MLXDIST_DEADLOCK_GRACE): {_ADVICE}"
+        )
+        for rank in range(lib.mlxdist_group_size(self._native)):
+            self._tell(rank, {"warning": text})
+
+    def _tell(self, rank: int, message: dict[str, str]) -> None:
+        if rank == self._rank:
+            self.take(rank, json.dumps(message).encode())
         else:
-            self._send_to(speaker, {"failure": text})
+            self._send_to(rank, message)
+
+    def _print(self, text: str) -> None:
+        with self._changed:
+            is_new, self._printed = text != self._printed, text
+        if is_new:
+            logger.warn("deadlock", text)
 
     def _fail(self, text: str) -> None:
         text = errors.located(text, self._rank, self._host)
@@ -188,13 +273,13 @@ class DeadlockDetector:
             responses = self._query({rank: edges_of[rank] for rank in due})
             for rank, report in (responses or {}).items():
                 before = graph.reports.setdefault(rank, report)
-                if before[:4] != report[:4]:
+                if before[:3] != report[:3]:
                     return None
-                graph.reports[rank] = report
+                graph.reports[rank] = report._replace(freedom=max(before.freedom, report.freedom))
             if responses is None:
                 return None
             due = set()
-            for node in graph.reachable():
+            for node in graph.reachable(Freedom.PENDING):
                 operation = graph.operation(node)
                 if operation is None or operation.waits_for < 0:
                     continue
@@ -243,17 +328,22 @@ class DeadlockDetector:
         lib.mlxdist_come(self._native, ffi.new("mlxdist_edge[]", edges), len(edges), numbers)
         return dict(zip(edges, numbers, strict=True))
 
-    def _queued_behind(self, edge: Edge, queued: list[tuple[int, int, int, int]], waiting: dict[int, int]) -> int:
-        """The operation that must get on before a stream of MLX comes to what the edge waits for; 0: not the case."""
+    def _queued_behind(self, edge: Edge, queued: list[tuple[int, ...]], waiting: dict[int, int]) -> int:
+        """The operation that must progress before a stream of MLX comes to what the edge waits for; 0: none will.
+
+        A stream that is in no operation computes, and comes to it then.
+        """
+        place, index = divmod(edge.transfer, 2**16)
         members = ffi.new("int32_t[]", MAX_RANKS)
         size = lib.mlxdist_flight_members(self._native, edge.group, members, MAX_RANKS)
-        both = {lib.MLXDIST_ALL} | {member for member in range(size) if members[member] == edge.rank}
-        threads = {
-            thread
-            for group, to, source, thread in queued
-            if group == edge.group and (to if edge.receives else source) in both
-        }
-        return waiting.get(threads.pop(), 0) if len(threads) == 1 else 0
+        peer = next((member for member in range(size) if members[member] == edge.rank), -1)
+        for group, to, source, collective, send, receive, thread in queued:
+            message = (send, to) if edge.receives else (receive, source)
+            if group == edge.group and (
+                (place, peer) == message if index == lib.MLXDIST_MESSAGE else place == collective
+            ):
+                return waiting.get(thread, 0) if thread else GONE
+        return 0
 
     def _own_report(self, edges: list[Edge]) -> Report:
         left = self._has_left()
@@ -261,20 +351,24 @@ class DeadlockDetector:
         queued = bridge.queued_tasks()
         waits, threads = self._waits()
         if waits is None:
-            return Report({}, (), True, False, dict.fromkeys(edges, GONE))
+            return Report({}, (), False, dict.fromkeys(edges, GONE), Freedom.FREE)
         operations = {}
         for wait in waits:
             name, target = ffi.string(wait.name).decode(errors="replace"), (wait.group, wait.receives, wait.transfer)
             operations[wait.number] = Operation(wait.number, wait.progress_count, wait.rank, *target, name)
         lazy = {wait.number for wait in waits if wait.lazy}
-        waiting = {thread.thread: thread.number for thread in threads if thread.number and not thread.timed}
-        program = _threads_of_program()
-        free = self._has_mpi_shim() or len(lazy) < streams or not program <= waiting.keys()
-        lines = lazy | {waiting[ident] for ident in program & waiting.keys()}
+        waiting = {thread.thread: thread for thread in threads if thread.number and not thread.timed}
+        numbers = {ident: thread.number for ident, thread in waiting.items()}
+        if _threads_of_program() <= waiting.keys() and len(lazy) >= streams and not self._has_mpi_shim():
+            freedom = Freedom.STUCK  # as the engine and the bridge know, whatever the system shows
+        else:
+            moment = tuple(sorted((wait.number, wait.progress_count) for wait in waits))
+            freedom = self._threads.freedom({ident: thread.id for ident, thread in waiting.items()}, moment)
+        lines = lazy.union(numbers.values())
         come = self._come(edges)  # after the queued: one that has begun by now has come
         for edge, operation in come.items():
-            come[edge] = operation or self._queued_behind(edge, queued, waiting)
-        return Report(operations, tuple(sorted(lines)), free, left, come)
+            come[edge] = operation or self._queued_behind(edge, queued, numbers)
+        return Report(operations, tuple(sorted(lines)), left, come, freedom)
 
 
 def _threads_of_program() -> set[int | None]:

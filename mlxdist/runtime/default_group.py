@@ -14,7 +14,7 @@ from .native import bridge
 from .timeout import native_timeout
 from .world import World
 
-__all__ = ["current_run", "default_group", "init"]
+__all__ = ["current_run", "default_group", "finalize", "init"]
 
 _world: Group | None = None
 _world_lock = threading.Lock()
@@ -74,6 +74,16 @@ def default_group() -> Group:
         return init()
     group._require_open()
     return group
+
+
+def finalize() -> None:
+    """Ends the group of :func:`init`: see :meth:`Group.finalize`. Does nothing where there is none, or it has ended.
+
+    Raises:
+        Mismatch, Timeout, PeerLost, Aborted: the other ranks did not come.
+    """
+    if _world is not None:
+        _world.finalize()
 
 
 def current_run() -> str:

@@ -14,7 +14,6 @@ from mlxdist.base import errors
 
 from .arguments import Call
 from .native import dtype_number, ffi, layout, lib
-from .timeout import time_limit
 
 __all__ = [
     "all_gather",
@@ -148,13 +147,9 @@ def _exchange(
 
 
 def _run(call: Call, result: Any, function: Callable[..., int], *arguments: Any) -> Result:
-    if call.timeout is not None:
-        with time_limit(call.limit):
-            call.timeout = None
-            return _run(call, result, function, *arguments)
     if call.async_op:
-        return call.group.start(call.name, result, arguments, function, *arguments)
-    call.group.call(function, *arguments)
+        return call.group.start(call.name, call.limit, result, arguments, function, *arguments)
+    call.group.call(call.limit, function, *arguments)
     return result
 
 

@@ -107,7 +107,8 @@ class Recorder:
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
         operation = Operation(**_operation(entry))
         seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
-        text = f"{operation.name} #{operation.sequence}{operation.at}"
+        group = f" in group {operation.group}" if operation.group else ""
+        text = f"{operation.name} #{operation.sequence}{group}{operation.at}"
         if entry.ended_ns == 0:
             return f"in {text} for {seconds:.1f} s"
         return f"between operations for {seconds:.1f} s since {text}"

@@ -1,5 +1,6 @@
 """A group of ranks: its properties, its subgroups and its end."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,18 @@ from mlxdist.base.environment import ALGORITHMS
 
 from . import at_exit, flight_recorder
 from .handle import Handle, Operation
+from .label import label_of, next_label
 from .native import bridge, ffi, last_error, layout, lib
+from .process_bound import ProcessBound
 from .registration import Registration
-from .timeout import native_timeout, time_limit
+from .timeout import native_timeout
 from .tuning import OPERATIONS
 from .world import World
 
 __all__ = ["Group"]
+
+# What a blocking operation brings along (mlxdist_call), made once a thread: the engine copies it when it begins.
+_calls = threading.local()
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
 _OPERATIONS = {name: number for number, name in enumerate(OPERATIONS, 1)}
@@ -25,7 +31,7 @@ _OPERATIONS |= dict.fromkeys(("all_sum", "all_max", "all_min"), _OPERATIONS["all
 _OPERATIONS["sum_scatter"] = _OPERATIONS["reduce_scatter"]
 
 
-class Group:
+class Group(ProcessBound):  # a layer and its copies communicate in one group
     """Ranks that communicate with each other. Made by :func:`init`, and by :meth:`split` of a larger one.
 
     Use it with mlxdist's own operations, or hand ``group.mlx`` to anything that takes an ``mx.distributed.Group``:
@@ -45,10 +51,9 @@ class Group:
         # One entry for each thread that is in the engine. Appending and taking away are single steps of the
         # interpreter: a lock would cost as much as a small operation.
         self._running: list[None] = []
+        self._lanes: dict[str, Group] = {}
+        self._making_lanes = threading.Lock()
         world.add(self)
-
-    def __deepcopy__(self, memo: Any) -> "Group":
-        return self  # a layer and its copies communicate in one group
 
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
@@ -103,11 +108,7 @@ class Group:
         Raises:
             Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
         """
-        if timeout is None:
-            self.call(lib.mlxdist_barrier)
-            return
-        with time_limit(native_timeout("barrier", timeout)):
-            self.call(lib.mlxdist_barrier)
+        self.call(native_timeout("barrier", timeout), lib.mlxdist_barrier)
 
     def meet(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it, and has done what it has submitted to MLX.
@@ -156,10 +157,37 @@ class Group:
         for name, number in (("color", color), ("key", key)):
             if not -(2**31) <= number < 2**31:
                 raise errors.InvalidArgument(f"split: {name} is {number}, which has more than 32 bits")
+        return self._split(color, key, 0)
+
+    def lane(self, name: str) -> "Group":
+        """The same ranks as a group with an order of its own: for a thread that communicates next to others.
+
+        The operations of a group have one order, which must be the same on all ranks. What several threads of Python
+        call has none, so each takes a lane, and the order within it counts alone. Streams of MLX need none: an
+        operation has its place in the order when it is evaluated, whatever its stream.
+
+        The first call with a name makes the lane, and waits for all ranks: make lanes before the threads start. Later
+        ones return the same group.
+
+        Args:
+            name: the same on all ranks.
+
+        Raises:
+            Mismatch: a rank makes a lane of another name.
+            Timeout, PeerLost, Aborted: not all ranks took part.
+        """
+        with self._making_lanes:
+            if name not in self._lanes:
+                lane = self._split(0, -1, label_of(f"lane {name}"))
+                assert lane is not None
+                self._lanes[name] = lane
+            return self._lanes[name]
+
+    def _split(self, color: int, key: int, label: int) -> "Group | None":
         try:
             self._running.append(None)
             self._require_open()
-            connection = self._connection.split(color, key)
+            connection = self._connection.split(color, key, label)
         finally:
             self._running.pop()
         if connection is None:
@@ -256,25 +284,35 @@ class Group:
 
     # For mlxdist's own modules.
 
-    def call(self, function: Callable[..., int], *arguments: Any) -> None:
-        """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
+    def call(self, limit: float, function: Callable[..., int], *arguments: Any) -> None:
+        """Calls an operation of the engine on this group and waits for it; nothing in a group of one.
+
+        ``limit``: its deadline, from `native_timeout`.
+        """
         try:  # around the first line too: Ctrl-C may come anywhere
             self._running.append(None)  # first: finalize() closes the group, then looks here
-            bridge.set_call_site()
             native = self._native
             if native is None:
                 self._require_open()
-            elif status := function(native, *arguments, ffi.NULL):
+                return
+            if not (own := getattr(_calls, "own", None)):
+                call = ffi.new("mlxdist_call *")
+                own = _calls.own = call, int(ffi.cast("uintptr_t", call))
+            call, address = own
+            bridge.fill_call(address, limit, next_label())
+            if status := function(native, *arguments, call):
                 raise self._error(status)
         finally:
             self._running.pop()
 
-    def start(self, name: str, result: Any, memory: Any, function: Callable[..., int], *arguments: Any) -> Handle:
+    def start(
+        self, name: str, limit: float, result: Any, memory: Any, function: Callable[..., int], *arguments: Any
+    ) -> Handle:
         """Starts an operation of the engine. ``memory``: what it works on; ``result``: what its handle gives."""
         pending = self._world.pending
         pending.sweep()
         operation = Operation(name, (self, memory), pending)
-        bridge.set_call_site()
+        bridge.fill_call(int(ffi.cast("uintptr_t", operation.call)), limit, next_label())
         try:
             self._running.append(None)
             native = self._native
@@ -282,19 +320,19 @@ class Group:
                 self._require_open()
                 return Handle(None, pending, result)
             pending.running.add(operation)
-            if status := function(native, *arguments, operation.native):
+            if status := function(native, *arguments, operation.call):
                 raise self._error(status)
             return Handle(operation, pending, result)
         finally:
-            if operation.native[0] == ffi.NULL:  # it has not started
+            if operation.call.handle == ffi.NULL:  # it has not started
                 pending.running.discard(operation)
             self._running.pop()
 
     @property
     def connection(self) -> Any:
-        """The bridge's handle. Its ``mlx_group(timeout, label)`` is for operations of MLX, which have neither argument.
+        """The bridge's handle. Its ``mlx_group(timeout, structure, label)`` is for operations of MLX, which have none.
 
-        A timeout of -1 is the group's. A label of less than 63 bits must be equal on all ranks, as shapes must.
+        A timeout of -1 is the group's. A ``structure`` of less than 63 bits must be equal on all ranks, as shapes must.
         """
         if self._closed:
             self._require_open()

@@ -10,11 +10,12 @@ from mlxdist.base import errors
 
 from . import flight_recorder
 from .native import ffi, last_error, lib
+from .process_bound import ProcessBound
 
 __all__ = ["Handle", "Operation", "Pending"]
 
 
-class Handle:
+class Handle(ProcessBound):
     """An operation that has been started. Made by the operations of mlxdist with ``async_op=True``.
 
     The operation goes on without a waiting thread, and keeps its arrays until it has ended, also when the
@@ -82,7 +83,7 @@ class Operation:
 
     def __init__(self, name: str, memory: Any, pending: "Pending") -> None:
         self.name = name
-        self.native = ffi.new("mlxdist_handle **")  # filled by the call that starts it
+        self.call = ffi.new("mlxdist_call *", {"starts": 1})  # its handle is there once it has started
         self.status: int | None = None  # of the operation, once it has ended
         self._text = ""
         self._memory = memory
@@ -95,10 +96,10 @@ class Operation:
         handle, ended, status, text = ffi.NULL, False, lib.MLXDIST_OK, ""
         try:  # around all of it: Ctrl-C may come anywhere
             with self._lock:
-                if self.native[0] == ffi.NULL:
+                if self.call.handle == ffi.NULL:
                     return True
                 self._pending.require_own_process()
-                handle = self.native[0]
+                handle = self.call.handle
                 self._waiting += 1
             if timeout is None or timeout > 0:
                 status = lib.mlxdist_handle_wait(handle, timeout or 0)
@@ -119,7 +120,7 @@ class Operation:
                 self._memory = None
             if self.status is not None and self._waiting == 0:
                 lib.mlxdist_handle_free(handle)
-                self.native[0] = ffi.NULL
+                self.call.handle = ffi.NULL
                 self._pending.running.discard(self)
 
     @property

@@ -4,8 +4,8 @@ On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` (as
 each part) and have gradients where that is said: nothing is sent before the result is evaluated. All ranks must
 evaluate the same operations of a group in the same order. MLX carries them out in a thread of its own: while some are
 under way (``mx.async_eval``), use another group for operations that are carried out at once, or they come in between at
-another place on each rank. Groups go on side by side, whatever their order. A number is the ``mx.array`` that
-``mx.array(number)`` makes of it, as in ``mx.distributed``.
+another place on each rank. Groups go on side by side, whatever their order. A number, a list or a tuple of numbers is
+the ``mx.array`` that ``mx.array`` makes of it.
 
 On a ``numpy.ndarray``, and on whatever else has the buffer protocol (``bytearray``, ``memoryview``, ``array.array``,
 arrays of ctypes ...), they are carried out at once. The result is a new NumPy array or, if given, ``out``, which may be
@@ -44,6 +44,7 @@ from mlxdist.base import errors
 from . import eager
 from .arguments import BarrierOptions, Call, Options, group_of, operation
 from .group import Group
+from .label import next_label
 from .native import bridge, lib
 
 __all__ = [
@@ -117,7 +118,7 @@ def all_gather(x: Array, **options: Unpack[Options]) -> Array:
     """
     call = Call("all_gather", options)
     if (array := call.lazy(x)) is not None:
-        return bridge.all_gather(array, call.group.connection, True, call.stream, call.limit)
+        return bridge.all_gather(array, call.group.connection, True, call.stream, call.limit, next_label())
     return eager.all_gather(call, eager.array(call, x))
 
 
@@ -208,7 +209,7 @@ def all_to_all_v(x: Array, send_counts: Sequence[int], recv_counts: Sequence[int
     call = Call("all_to_all_v", options)
     if (array := call.lazy(x)) is not None:
         counts = call.row_counts(array.shape, send_counts, recv_counts)
-        return bridge.all_to_all_v(array, call.group.connection, *counts, call.stream, call.limit)
+        return bridge.all_to_all_v(array, call.group.connection, *counts, call.stream, call.limit, next_label())
     return eager.all_to_all_v(call, eager.array(call, x), send_counts, recv_counts)
 
 
@@ -244,7 +245,7 @@ def _all_reduce(name: str, x: Any, op: str, options: Options) -> Any:
         return eager.all_reduce(call, eager.array(call, x), reduction)
     if op == "sum":
         return mx.distributed.all_sum(array, group=call.mlx_group, stream=call.stream)
-    return bridge.all_reduce(array, call.group.connection, reduction, call.stream, call.limit)
+    return bridge.all_reduce(array, call.group.connection, reduction, call.stream, call.limit, next_label())
 
 
 def _reduce_scatter(name: str, x: Any, op: str, options: Options) -> Any:
@@ -260,7 +261,7 @@ def _carry_out(
         return at_once(call, eager.array(call, x), *arguments)
     if divided:
         call.chunk_shape(array.shape)
-    return lazily(array, call.group.connection, *arguments, call.stream, call.limit)
+    return lazily(array, call.group.connection, *arguments, call.stream, call.limit, next_label())
 
 
 def _reduction(name: str, op: str) -> int:

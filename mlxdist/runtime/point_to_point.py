@@ -31,6 +31,7 @@ import numpy as np
 
 from . import eager
 from .arguments import Call, Options, RecvOptions, SendOptions, operation
+from .label import next_label
 from .native import bridge
 from .ops import Array
 
@@ -47,7 +48,7 @@ def send(x: Array, dst: int, **options: Unpack[SendOptions]) -> Array:
     call.check_peer("dst", dst)
     if (array := call.lazy(x)) is None:
         return eager.send(call, x, dst)
-    return bridge.send(array, call.group.connection, dst, call.stream, call.limit)
+    return bridge.send(array, call.group.connection, dst, call.stream, call.limit, next_label())
 
 
 @operation
@@ -125,9 +126,10 @@ def sendrecv(
         array.dtype if dtype is None else dtype,
         call.stream,
         call.limit,
+        next_label(),
     )
 
 
 def _traced_recv(call: Call, token: mx.array, shape: Sequence[int], dtype: mx.Dtype, src: int) -> Any:
     shape = call.receive_shape(shape)
-    return bridge.recv(token, call.group.connection, src, list(shape), dtype, call.stream, call.limit)
+    return bridge.recv(token, call.group.connection, src, list(shape), dtype, call.stream, call.limit, next_label())

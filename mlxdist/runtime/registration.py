@@ -10,11 +10,12 @@ import mlx.core as mx
 from mlxdist.base import errors
 
 from .native import check, ffi, lib
+from .process_bound import ProcessBound
 
 __all__ = ["Registration"]
 
 
-class Registration:
+class Registration(ProcessBound):
     """A buffer that stays where it is, so that large messages may leave from it without a copy. Made by
     :meth:`mlxdist.Group.register`.
 

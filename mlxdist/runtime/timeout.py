@@ -1,13 +1,8 @@
 """Deadlines of single operations: ``timeout=``."""
 
-import contextlib
-from collections.abc import Iterator
-
 from mlxdist.base import errors
 
-from .native import lib
-
-__all__ = ["native_timeout", "time_limit"]
+__all__ = ["native_timeout"]
 
 _MAX_SECONDS = 1e9  # 31 years, and what MLXDIST_TIMEOUT takes
 
@@ -29,13 +24,3 @@ def native_timeout(name: str, seconds: float | None) -> float:
             f"{name}: timeout is {seconds!r}, but must be a number of seconds, 0 for no limit, or None for the group's"
         )
     return float(seconds)
-
-
-@contextlib.contextmanager
-def time_limit(limit: float) -> Iterator[None]:
-    """While it lasts, what this thread starts has ``limit``, from `native_timeout`, as its deadline."""
-    try:
-        lib.mlxdist_set_timeout(limit)
-        yield
-    finally:
-        lib.mlxdist_set_timeout(-1)

@@ -225,6 +225,7 @@ class World:
                 self.rank,
                 self.host,
                 self.native,
+                environment.deadlock_grace,
                 self._rendezvous.send,
                 has_left=lambda: self._left,
                 has_mpi_shim=lambda: bool(self.mpi_shims),

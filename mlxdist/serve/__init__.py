@@ -3,8 +3,9 @@
 mlx-lm's own server runs a loop on every rank, and the ranks diverge where one of them decides by what only it sees: a
 request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
 
-decisions.py        what rank 0 decides before a step, as one small message: admit, cancel, stop
+decisions.py        what rank 0 decides before a step, as one small message: which requests begin, which end
 scheduler.py        rank 0: the queue, who is admitted or preempted, who has left or is late
+answer.py           rank 0: the tokens of an answer with their text; stop_words.py: where its text ends
 placement.py        which rank holds what of the model, given or chosen
 worker.py           all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time
@@ -16,7 +17,7 @@ snapshot.py         the prefix cache on disk, from one run to the next
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance
 vocabulary.py       the output layer sharded over the vocabulary, and samples from its shards
-frontend.py         rank 0: makes tokens of requests, and text of tokens
+frontend.py         rank 0: makes tokens of requests
 http.py             rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
 chat.py             rank 0: a terminal in place of HTTP, `mlxdist chat`
 proxy.py            in the launcher, before rank 0: stays while ranks restart; proxy_client.py: one connection of it

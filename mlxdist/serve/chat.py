@@ -14,7 +14,6 @@ from mlx_lm.server import (
     GenerationArguments,
     LogitsProcessorArguments,
     ModelDescription,
-    Response,
     SamplingArguments,
 )
 from rich.console import Console
@@ -179,7 +178,7 @@ class Terminal:
             state = context.text_sm.make_state(context.initial_state)
             for response in responses:
                 times.append(time.monotonic())
-                state, pieces = _split(state, response)
+                state, pieces = TextStateMachine.split(state, response.text)
                 for kind, text in pieces:
                     if kind == "normal":
                         answer += text
@@ -214,14 +213,3 @@ class Terminal:
     def _show(self, text: str) -> None:
         if self._options.interactive:
             self._console.print(text, style="dim", markup=False)
-
-
-def _split(state: Any, response: Response) -> tuple[Any, list[tuple[str, str]]]:
-    """The text of a token by what it is, as mlx-lm's server has it: "normal" is the answer."""
-    if response.finish_reason == "stop":
-        return TextStateMachine.discard(state)[0], []
-    state, pieces = TextStateMachine.split(state, response.text)
-    if response.finish_reason == "length":
-        state, rest, kind = TextStateMachine.flush(state)
-        pieces.append((kind, rest))
-    return state, pieces

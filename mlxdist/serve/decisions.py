@@ -2,15 +2,14 @@
 
 A message has FRAME bytes, or as many as the message before it announced. So prompts of any length need no second
 broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes a message carries only
-what admitted requests bring: 4 bytes per token of the prompt and of stop words, 12 per entry of logit_bias, grammars.
+what admitted requests bring: 4 bytes per token of the prompt, 12 per entry of logit_bias, grammars.
 
-Layout, little-endian: a header, the numbers of cancelled requests, the admitted requests, zeros.
+Layout, little-endian: a header, the requests that end, the admitted requests, zeros.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import accumulate
 
 import numpy as np
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
@@ -22,11 +21,9 @@ __all__ = [
     "MAX_ADAPTERS",
     "MAX_ADMISSIONS",
     "MAX_BIASES",
-    "MAX_CANCELS",
+    "MAX_ENDS",
     "MAX_GRAMMAR",
     "MAX_PROMPT",
-    "MAX_STOPS",
-    "MAX_STOP_TOKENS",
     "ROOM",
     "Admission",
     "Decisions",
@@ -35,18 +32,17 @@ __all__ = [
 FRAME = 1024  # bytes of a message that announces no other size
 MAX_ADAPTERS = (1 << 16) - 1
 MAX_PROMPT = 1 << 22  # tokens
-MAX_STOPS = 16
-MAX_STOP_TOKENS = 1024  # of all stop words of a request
 MAX_BIASES = 300  # as in OpenAI's API
 MAX_GRAMMAR = 1 << 17  # bytes
-MAX_CANCELS = 64  # of one message
+MAX_ENDS = 56  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?H IBBHI")
+_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?H IBHI")
 _SEGMENT = struct.Struct("<BI")
+_END = struct.Struct("<II")
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class Admission:
         max_tokens: the most that are generated.
         seed: of this request's samples.
         sampling, logits: as mlx-lm takes them.
-        stop: stop words as tokens.
         logprobs: whether rank 0 reads log-probabilities.
         adapter: its number; 0 for none.
         grammar: of the answer, llguidance's; empty for any answer.
@@ -75,7 +70,6 @@ class Admission:
     seed: int
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
-    stop: Sequence[Sequence[int]] = ()
     logprobs: bool = False
     adapter: int = 0
     grammar: bytes = b""
@@ -88,28 +82,24 @@ class Admission:
 
     @property
     def brought(self) -> int:
-        """Bytes of prompt, stop words, biases and grammar, which a message has beyond FRAME."""
-        tokens = len(self.prompt) + sum(map(len, self.stop))
-        return 4 * tokens + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
+        """Bytes of prompt, biases and grammar, which a message has beyond FRAME."""
+        return 4 * len(self.prompt) + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
 
     @property
     def size(self) -> int:
         """Bytes of :meth:`encode`."""
-        return _REQUEST.size + _SEGMENT.size * len(self.segments) + 2 * len(self.stop) + self.brought
+        return _REQUEST.size + _SEGMENT.size * len(self.segments) + self.brought
 
     def encode(self) -> bytes:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
-        lengths = [len(word) for word in self.stop]
-        counts = len(self.prompt), len(self.segments), len(lengths), len(bias), len(self.grammar)
+        counts = len(self.prompt), len(self.segments), len(bias), len(self.grammar)
         fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties)
-        tokens = [*self.prompt, *(token for word in self.stop for token in word)]
         return b"".join(
             [
                 _REQUEST.pack(*fixed, self.logprobs, self.adapter, *counts),
                 *(_SEGMENT.pack(SEGMENTS.index(kind), length) for kind, length in self.segments),
-                np.array(lengths, "<u2").tobytes(),
-                np.array(tokens, "<u4").tobytes(),
+                np.array(self.prompt, "<u4").tobytes(),
                 np.array(list(bias), "<u4").tobytes(),
                 np.array(list(bias.values()), "<f8").tobytes(),
                 self.grammar,
@@ -118,32 +108,28 @@ class Admission:
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, generated, *parameters, logprobs, adapter, prompt, segments, stops, biases, grammar = (
+        number, most, seed, generated, *parameters, logprobs, adapter, prompt, segments, biases, grammar = (
             _REQUEST.unpack(reader.take(_REQUEST.size))
         )
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
-        lengths = reader.array("<u2", stops)
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
         _require(generated < prompt, "an answer has no prompt")
         _require(all(kind < len(SEGMENTS) and length for kind, length in parts), "a segment is none")
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
-        _require(stops <= MAX_STOPS and sum(lengths) <= MAX_STOP_TOKENS and all(lengths), "stop words are too long")
         _require(biases <= MAX_BIASES, "logit_bias is too long")
         _require(grammar <= MAX_GRAMMAR, "a grammar is too long")
-        tokens = reader.array("<u4", prompt + sum(lengths))
-        ends = list(accumulate(lengths, initial=prompt))
+        tokens = reader.array("<u4", prompt)
         bias = dict(zip(reader.array("<u4", biases), reader.array("<f8", biases)))
         values = [*parameters, *bias.values()]
         _require(bool(np.isfinite(values).all()), "a number is not finite")
         return cls(
             number,
-            tokens[:prompt],
+            tokens,
             [(SEGMENTS[kind], length) for kind, length in parts],
             most,
             seed,
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
-            [tokens[start:end] for start, end in zip(ends, ends[1:])],
             logprobs,
             adapter,
             reader.take(grammar),
@@ -158,25 +144,26 @@ class Decisions:
     Attributes:
         step: counts from 0, modulo 2**32.
         digest: of the tokens that rank 0 sampled in the step before.
-        cancel: numbers of requests to drop, whether or not they still run.
+        end: requests that have ended or are to end, each with the tokens of its prompt and its answer that the prefix
+            cache may have.
         admit: requests to begin with.
-        stop: all ranks leave the loop, and nothing else is done.
+        stop: all ranks leave the loop, and nothing is admitted or computed.
         next_size: bytes of the next message, from FRAME.
     """
 
     step: int
     digest: int = 0
-    cancel: Sequence[int] = ()
+    end: Sequence[tuple[int, int]] = ()
     admit: Sequence[Admission] = ()
     stop: bool = False
     next_size: int = FRAME
 
     def encode(self, size: int) -> bytes:
         """A message of ``size`` bytes, in which they must fit."""
-        counts = len(self.cancel), len(self.admit), self.stop
+        counts = len(self.end), len(self.admit), self.stop
         header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, *counts)
         requests = [request.encode() for request in self.admit]
-        message = b"".join([header, np.array(self.cancel, "<u4").tobytes(), *requests])
+        message = b"".join([header, *(_END.pack(*each) for each in self.end), *requests])
         assert len(message) <= size
         return message.ljust(size, b"\0")
 
@@ -184,21 +171,21 @@ class Decisions:
     def decode(cls, message: bytes) -> "Decisions":
         """Raises InvalidArgument: these bytes are no message, or one beyond the limits above."""
         reader = _Reader(message)
-        magic, step, digest, size, cancels, admissions, stop = _HEADER.unpack(reader.take(_HEADER.size))
+        magic, step, digest, size, ends, admissions, stop = _HEADER.unpack(reader.take(_HEADER.size))
         _require(magic == _MAGIC and stop <= 1, "it does not begin as one")
         _require(FRAME <= size <= max_size(), "the size of the next is beyond the limits")
-        _require(cancels <= MAX_CANCELS and admissions <= MAX_ADMISSIONS, "it has too many requests")
-        cancel = reader.array("<u4", cancels)
+        _require(ends <= MAX_ENDS and admissions <= MAX_ADMISSIONS, "it has too many requests")
+        end = [_END.unpack(reader.take(_END.size)) for _ in range(ends)]
         admit = [Admission.read(reader) for _ in range(admissions)]
-        return cls(step, digest, cancel, admit, bool(stop), size)
+        return cls(step, digest, end, admit, bool(stop), size)
 
 
-ROOM = FRAME - _HEADER.size - 4 * MAX_CANCELS  # bytes for requests in a message of FRAME bytes, whatever it cancels
+ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a message of FRAME bytes, whatever ends
 
 
 def max_size() -> int:
     """Bytes of the largest message."""
-    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES + MAX_GRAMMAR)
+    return FRAME + MAX_ADMISSIONS * (4 * MAX_PROMPT + 12 * MAX_BIASES + MAX_GRAMMAR)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Rank 0: between mlx-lm's handler of HTTP and the scheduler. Makes tokens of requests, and text of tokens."""
+"""Rank 0: between mlx-lm's handler of HTTP and the scheduler. Makes tokens of requests."""
 
 import secrets
 import threading
@@ -8,14 +8,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationContext, Response, ResponseGenerator
 
-from .decisions import MAX_STOP_TOKENS, Admission
+from .answer import Answer
+from .decisions import Admission
 from .grammar import after_thinking, grammar_tokenizer
 from .limits import sentence
 from .metrics import Metrics
 from .refusal import Refusal
 from .scheduler import Request, Scheduler
+from .stop_words import Sections
 
 __all__ = ["Frontend"]
 
@@ -37,7 +40,7 @@ class Frontend(ResponseGenerator):
         self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str, adapters: tuple[str, ...] = ()
     ) -> None:
         self.model_provider: Any = SimpleNamespace(cli_args=options, processor=None)
-        self._state_machine_cache: dict[Any, Any] = {}
+        self._sections: Any = None
         self._tokenizing = threading.Lock()  # a tokenizer is for one thread at a time
         self._timeout = timeout
         self.served, self.adapters, self.api_key = served, adapters, api_key
@@ -57,6 +60,7 @@ class Frontend(ResponseGenerator):
     ) -> None:
         """From now on requests are served: of up to ``context`` tokens with their answer, below ``vocabulary``."""
         self.tokenizer, self.vocabulary, self.context, self.gauges = tokenizer, vocabulary, context, gauges
+        self._sections = Sections(make_text_state_machine(tokenizer))
         self.scheduler = scheduler
 
     @property
@@ -83,15 +87,16 @@ class Frontend(ResponseGenerator):
         with self._tokenizing:
             admission, context = self._prepare(request, generation_args, grammar)
             detokenizer = self.tokenizer.detokenizer
+        answer = Answer(detokenizer, self._sections, context.initial_state, generation_args.stop_words)
         top = generation_args.top_logprobs if admission.logprobs else None
-        running = Request(admission, is_connected, timeout=self._timeout, priority=priority, top_logprobs=top)
+        running = Request(admission, is_connected, answer, timeout=self._timeout, priority=priority, top_logprobs=top)
         self.scheduler.submit(running)
         first = running.events.get()
         if isinstance(first, Refusal):
             raise first
         context.prompt_cache_count = running.cached or 0
         vars(context)["stop"] = running.cancel
-        return context, _answer(running, detokenizer, progress_callback)
+        return context, _answer(running, progress_callback)
 
     def _prepare(
         self, request: CompletionRequest, args: GenerationArguments, grammar: str
@@ -99,8 +104,6 @@ class Frontend(ResponseGenerator):
         tokenizer = self.tokenizer
         try:
             prompt, parts, kinds, initial_state, _ = self._tokenize(tokenizer, request, args)
-            stop = [tokenizer.encode(word, add_special_tokens=False) for word in args.stop_words]
-            _, text_sm = self._make_state_machine(None, tokenizer, args.stop_words)
         except Exception as error:  # templates raise what they like
             raise Refusal(f"the request cannot be made into tokens: {sentence(error)}") from None
         if not prompt:
@@ -109,8 +112,6 @@ class Frontend(ResponseGenerator):
             raise Refusal(f"the prompt has {len(prompt)} tokens, and at most {self.context - 1} are served here")
         if not all(0 <= token < self.vocabulary for token in prompt):
             raise Refusal("the tokenizer gives tokens that the model does not have")
-        if not all(stop) or sum(map(len, stop)) > MAX_STOP_TOKENS:
-            raise Refusal(f"stop must have 1 to {MAX_STOP_TOKENS} tokens")
         named = args.model.model, args.model.adapter
         if grammar and grammar_tokenizer(tokenizer) is None:
             raise Refusal("structured output is not served with this model, whose tokenizer llguidance cannot read")
@@ -124,7 +125,6 @@ class Frontend(ResponseGenerator):
             seed=secrets.randbits(64) if args.seed is None else args.seed,
             sampling=args.sampling,
             logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),
-            stop=stop,
             logprobs=args.logprobs or args.top_logprobs > 0,
             adapter=next((number for number, name in enumerate(self.adapters, 1) if name in named), 0),
             grammar=grammar.encode(),
@@ -133,15 +133,21 @@ class Frontend(ResponseGenerator):
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
             tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
+            text_sm=self._sections.of_handler,
             initial_state=initial_state,
             prompt=prompt,
         )
         return admission, context
 
 
-def _answer(request: Request, detokenizer: Any, progress: Callable[[int, int], None] | None) -> Iterator[Response]:
-    """The tokens of a request as mlx-lm's handler takes them. Raises Refusal: it did not come to its end."""
+def _answer(request: Request, progress: Callable[[int, int], None] | None) -> Iterator[Response]:
+    """The tokens of a request as mlx-lm's handler takes them.
+
+    It shows no text of a response with the reason "stop", and gives an answer that ends without a reason that one.
+
+    Raises:
+        Refusal: the answer did not come to its end.
+    """
     while True:
         event = request.events.get()
         if isinstance(event, Refusal):
@@ -151,11 +157,8 @@ def _answer(request: Request, detokenizer: Any, progress: Callable[[int, int], N
                 progress(*event)
             continue
         assert not isinstance(event, int)  # it has been admitted
-        if event.finish_reason != "stop":  # the token that ends it is no text
-            detokenizer.add_token(event.token)
-        if event.finish_reason is not None:
-            detokenizer.finalize()
+        reason = None if event.finish_reason == "stop" else event.finish_reason
         top: Any = event.top
-        yield Response(detokenizer.last_segment, event.token, event.logprob, event.finish_reason, top)
+        yield Response(event.text, event.token, event.logprob, reason, top)
         if event.finish_reason is not None:
             return

@@ -8,7 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .decisions import MAX_BIASES, MAX_STOPS
+from mlxdist.base.validation import reject_constant
+
+from .decisions import MAX_BIASES
 from .refusal import Refusal
 
 __all__ = ["check_fields", "check_parameters", "parse_body", "sentence"]
@@ -17,6 +19,7 @@ _MAX_DEPTH = 32  # of lists and objects in each other
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 256
 _MAX_PRIORITY = 100  # as vLLM has them: the least is served first
+_MAX_STOPS = 16
 _MAX_STOP = 256  # characters of a stop word
 
 # Parameters of mlx-lm's handler, with their ranges. Outside of these, samplers give NaN or raise in the batch.
@@ -54,7 +57,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
         Refusal: it is not UTF-8, no JSON object, or too deep.
     """
     try:
-        parsed = json.loads(body.decode())
+        parsed = json.loads(body.decode(), parse_constant=reject_constant)
     except UnicodeDecodeError as error:
         raise Refusal(f"byte {error.start} of the body is not of UTF-8") from None
     except RecursionError:
@@ -122,8 +125,10 @@ def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]
             raise Refusal(f"{name} is not served here")
     stop = body.get("stop") or []
     words = [stop] if isinstance(stop, str) else stop
-    if not (_is_list(words, str, MAX_STOPS) and all(0 < len(word) <= _MAX_STOP for word in words)):
-        raise Refusal(f"stop must be a string or up to {MAX_STOPS} of them, of 1 to {_MAX_STOP} characters")
+    if not (_is_list(words, str, _MAX_STOPS) and all(0 < len(word) <= _MAX_STOP for word in words)):
+        raise Refusal(f"stop must be a string or up to {_MAX_STOPS} of them, of 1 to {_MAX_STOP} characters")
+    if any("\ud800" <= character <= "\udfff" for word in words for character in word):
+        raise Refusal("stop has half of a surrogate pair, which no text has")
     priority = body.get("priority") or 0
     if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
         raise Refusal(f"priority must be an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")

@@ -179,7 +179,7 @@ def _of_file(model: nn.Module, ranks: int, layout: Layout) -> Placement:
     if (layout.tp, layout.ep, layout.rank_shares) != (None, None, None):
         raise InvalidArgument("serve: the plan has its tp, ep and rank shares; leave out --tp, --ep and --rank-shares")
     try:
-        plan = Plan.from_json(json.dumps(json.loads(Path(layout.plan or "").read_text())["plan"]))
+        plan = Plan.from_json(json.dumps(json.loads(Path(layout.plan or "").read_bytes())["plan"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
             f"serve: --plan must be a file with what `mlxdist shard --json` prints: {type(error).__name__}: {error}"

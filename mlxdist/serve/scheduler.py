@@ -7,39 +7,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
 from mlx_lm.server import _format_top_logprobs
 
-from .decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, ROOM, Admission, Decisions
+from .answer import Answer, Token
+from .decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, ROOM, Admission, Decisions
+from .limits import sentence
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
 from .refusal import Refusal
 from .worker import Outcome
 
-__all__ = ["Request", "Scheduler", "Token", "say"]
+__all__ = ["Request", "Scheduler", "say"]
 
 _MAX_RETRY_AFTER = 600  # seconds
 _LEVEL = 60.0  # seconds of waiting that a level of priority is worth
-
-
-@dataclass(frozen=True)
-class Token:
-    """One that was sampled for a request. ``top`` is for the API's top_logprobs, the token itself first."""
-
-    token: int
-    logprob: float
-    finish_reason: str | None
-    top: tuple[dict[str, Any], ...]
 
 
 class Request:
     """One of a client, from its arrival on.
 
     Attributes:
+        answer: its text, and where that ends.
         events: for the thread that answers: the number of cached tokens when it is admitted, (computed, all) tokens of
             its prompt, Tokens up to one with a finish_reason; or a Refusal, which is the last one.
         order: of the queue, the least first. It does not change while a request waits: one that comes later overtakes
@@ -50,6 +43,7 @@ class Request:
         self,
         admission: Admission,
         is_connected: Callable[[], bool],
+        answer: Answer,
         *,
         timeout: float,
         priority: int = 0,
@@ -57,13 +51,13 @@ class Request:
     ) -> None:
         """``admission`` still has no number. ``top_logprobs`` is None where not even the token's own is wanted."""
         self.admission = self._asked = admission
-        self.is_connected, self.top_logprobs = is_connected, top_logprobs
+        self.is_connected, self.answer, self.top_logprobs = is_connected, answer, top_logprobs
         self.arrived = time.monotonic()
         self.order = self.arrived + priority * _LEVEL
         self.deadline = self.arrived + timeout
         self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
         self.cached: int | None = None  # tokens of the prompt that the prefix cache had; None until it is admitted
-        self.generated: list[int] = []  # tokens
+        self.generated: list[int] = []  # tokens, those that wait in its answer included
         self.first = 0.0  # when the first token came
         self._is_cancelled = threading.Event()
 
@@ -76,6 +70,12 @@ class Request:
         if self._is_cancelled.is_set() or not self.is_connected():
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
+
+    @property
+    def kept(self) -> int:
+        """Tokens of the prompt and of its answer, without a stop word."""
+        made = len(self.generated) if self.answer.length is None else self.answer.length
+        return len(self._asked.prompt) + made
 
     def preempt(self) -> None:
         """From now on its prompt ends with what it has generated, and its answer goes on there."""
@@ -130,6 +130,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[Request] = []  # by their order
         self._running: dict[int, Request] = {}
+        self._finished: list[tuple[int, int]] = []  # what the next messages have as ``end``
         self._numbered = 0
         self._seconds = 0.0  # that a request takes, a moving mean
         self._unavailable = ""
@@ -166,17 +167,17 @@ class Scheduler:
         self._metrics.add("steps_total")
         self._metrics.add("decision_bytes_total", size)
         with self._changed:
-            if not (self._waiting or self._running or self._stops):
+            if not (self._waiting or self._running or self._finished or self._stops):
                 self._changed.wait(self._heartbeat)
+            end, self._finished = self._finished[:MAX_ENDS], self._finished[MAX_ENDS:]
             if self._stops:
                 self._end_all("the server stops")
-                return Decisions(step, stop=True)
+                return Decisions(step, digest, end, stop=True)
             left = (number for number, request in self._running.items() if self._has_left(request))
-            leaving = list(itertools.islice(left, MAX_CANCELS))  # looks at no more than that
-            for number in leaving:
-                del self._running[number]
+            leaving = list(itertools.islice(left, MAX_ENDS - len(end)))  # looks at no more than that
+            end += [(number, self._running.pop(number).kept) for number in leaving]
             self._waiting = [request for request in self._waiting if not self._has_left(request)]
-            preempted = self._preempt(MAX_CANCELS - len(leaving))
+            end += self._preempt(MAX_ENDS - len(end))
             admitted: list[Admission] = []
             for request in self._next(size - FRAME + ROOM):
                 self._waiting.pop(0)
@@ -187,7 +188,7 @@ class Scheduler:
             following = [request.admission for request in self._next(sys.maxsize)]
             fits = sum(request.size for request in following) <= ROOM
             brought = 0 if fits else sum(request.brought for request in following)
-            return Decisions(step, digest, [*leaving, *preempted], admitted, next_size=FRAME + brought)
+            return Decisions(step, digest, end, admitted, next_size=FRAME + brought)
 
     def deliver(self, outcome: Outcome) -> None:
         """Hands out what a step gave."""
@@ -201,25 +202,40 @@ class Scheduler:
             self._metrics.add("cached_prompt_tokens_total", cached)
         for response in outcome.prefill:
             self._running[response.uid].events.put(response.progress)
-        self._metrics.add("generated_tokens_total", len(outcome.tokens))
         self._metrics.add("draft_tokens_total", outcome.drafted)
         self._metrics.add("accepted_draft_tokens_total", outcome.accepted)
         for response in outcome.tokens:
-            request = self._running[response.uid]
-            request.generated.append(response.token)
-            if len(request.generated) == 1:
-                request.first = time.monotonic()
-                self._metrics.first_token(request.first - request.arrived)
-            failed = outcome.failed.get(response.uid) if response.finish_reason is not None else None
-            if failed:
-                request.events.put(Refusal(f"the grammar of the request has failed: {failed}", 500))
-            else:
-                request.events.put(self._token(response, request.top_logprobs))
-            if response.finish_reason is not None:
-                del self._running[response.uid]
-                seconds = time.monotonic() - request.arrived
-                self._seconds += (seconds - self._seconds) / 8 if self._seconds else seconds
-                self._has_ended(request, "error" if failed else response.finish_reason)
+            if response.uid in self._running:  # no stop word has ended it, before this token
+                self._deliver_token(response, outcome.failed.get(response.uid, ""))
+
+    def _deliver_token(self, response: Any, failed: str) -> None:
+        """``failed``: why the answer, once it has ended, is none of its grammar."""
+        request, reason = self._running[response.uid], response.finish_reason
+        request.generated.append(response.token)
+        self._metrics.add("generated_tokens_total")
+        if len(request.generated) == 1:
+            request.first = time.monotonic()
+            self._metrics.first_token(request.first - request.arrived)
+        error = f"the grammar of the request has failed: {failed}" if failed and reason else ""
+        tokens: list[Token] = []
+        try:
+            tokens = request.answer.add(self._token(response, request.top_logprobs))
+        except Exception as raised:  # tokenizers raise what they like
+            error = f"the tokens of the answer cannot be made into text: {sentence(raised)}"
+        if request.answer.length is not None:
+            reason, error = "stop", ""
+            del request.generated[request.answer.length + 1 :]
+        for event in [Refusal(error, 500)] if error else tokens:
+            request.events.put(event)
+        if reason is not None or error:
+            self._finish(response.uid, "error" if error else reason)
+
+    def _finish(self, number: int, outcome: str) -> None:
+        request = self._running.pop(number)
+        self._finished.append((number, request.kept))
+        seconds = time.monotonic() - request.arrived
+        self._seconds += (seconds - self._seconds) / 8 if self._seconds else seconds
+        self._has_ended(request, outcome)
 
     def fail(self, reason: str) -> None:
         """Ends all requests, those that come later too."""
@@ -250,8 +266,8 @@ class Scheduler:
         needs = [request.admission.tokens for request in requests]
         return len(requests) <= self._places and reserved(needs) <= self._max_total_tokens
 
-    def _preempt(self, most: int) -> list[int]:
-        """The requests that the first of the queue takes the places of; they are in the queue then."""
+    def _preempt(self, most: int) -> list[tuple[int, int]]:
+        """Ends the requests that the first of the queue takes the places of; they are in the queue then."""
         first, left = self._waiting[:1], dict(self._running)
         taken: list[int] = []
         while first and len(taken) < most and not self._can_run([*left.values(), *first]):
@@ -260,12 +276,14 @@ class Scheduler:
                 return []
             del left[last]
             taken.append(last)
+        end = []
         for number in taken:
             request = self._running.pop(number)
+            end.append((number, request.kept))
             request.preempt()
             bisect.insort(self._waiting, request, key=_order)
             self._metrics.add("preempted_total")
-        return taken
+        return end
 
     def _has_left(self, request: Request) -> bool:
         outcome = request.leaves()
@@ -289,7 +307,7 @@ class Scheduler:
 
     def _token(self, response: Any, top_logprobs: int | None) -> Token:
         if top_logprobs is None:
-            return Token(response.token, 0.0, response.finish_reason, ())
+            return Token(response.token, 0.0, response.finish_reason)
         logprob = response.logprobs[response.token].item()
         top: tuple[dict[str, Any], ...] = ()
         if top_logprobs > 0:

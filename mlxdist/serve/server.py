@@ -150,6 +150,7 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
             message = np.frombuffer(scheduler.decide(step, size, worker.digest).encode(size), np.uint8)
         decisions = Decisions.decode(broadcast(message, group=group).tobytes())
         if decisions.stop:
+            worker.end(decisions.end)
             return
         outcome = worker.step(decisions)
         if scheduler is not None:

@@ -24,6 +24,7 @@ from mlxdist.nn import ParallelLMHead, VocabParallelSampler
 from mlxdist.nn.partition import join, shard_slice, split_sizes
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather
+from mlxdist.runtime.ordering import Order
 
 __all__ = ["VocabParallelModel"]
 
@@ -43,7 +44,7 @@ class VocabParallelModel:
         self._sizes = _shard_output_layer(model, group)
         self._sampler = VocabParallelSampler(sizes=self._sizes, group=group)
         self.greedy: Sampler = self._ordered(lambda row: self._sampler(row[..., :-1]))
-        self._last: mx.array | None = None  # what the last collective of a row gave
+        self._order = Order()
         self.vocabulary = sum(self._sizes)
 
     def make_cache(self) -> list[Any]:
@@ -94,14 +95,8 @@ class VocabParallelModel:
         return [process] if processors else []
 
     def _ordered(self, collective: Sampler) -> Sampler:
-        """Each depends on the one before. Else rows would not depend on each other, and MLX would order their
-        collectives by graphs, which differ where ranks pad shards of unequal sizes."""
-
-        def after_the_last(row: mx.array) -> mx.array:
-            self._last = collective(row if self._last is None else mx.depends(row, self._last))
-            return self._last
-
-        return after_the_last
+        """Rows do not depend on each other, and their graphs differ where ranks have shards of unequal sizes."""
+        return lambda row: self._order.carry_out(collective, row)
 
     def _with_rest(self, logits: mx.array, sums: mx.array) -> mx.array:
         """``sums``: the log-sum-exp of each rank's logits, shape (ranks, ..., 1)."""

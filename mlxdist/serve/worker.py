@@ -5,6 +5,7 @@ Nothing here reads a clock, a socket or the size of a shard.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.server import _make_logits_processors
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
@@ -59,20 +60,6 @@ class BatchLimits:
     prompt_cache_size: int = 64
     prompt_cache_tokens: int = 1 << 15
     num_draft_tokens: int = 0
-
-
-class _Stops(StopSequences):
-    """mlx-lm's, for an answer of which there are tokens already."""
-
-    def __init__(self, sequences: list[tuple[int, ...]], generated: list[int]) -> None:
-        super().__init__(sequences)
-        self._generated = generated
-
-    def matcher(self) -> StopSequences.Matcher:
-        matcher = super().matcher()
-        for token in self._generated:
-            matcher.advance(token)
-        return matcher
 
 
 @dataclass
@@ -139,10 +126,12 @@ class Worker:
         self._places = -(-places // self._batches)
         self._sizes = {"completion_batch_size": self._places, "prefill_batch_size": -(-prompts // self._batches)}
         self._generator = self._new_generator(limits.prefill_step_size)
+        self._eos = StopSequences([(token,) for token in tokenizer.eos_token_ids])
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._max_total_tokens = limits.max_total_tokens or UNLIMITED
         self._running: dict[int, _Running] = {}
+        self._finished: dict[int, tuple[list[Any], list[int]]] = {}  # of those that run no more, cache and tokens
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -197,7 +186,7 @@ class Worker:
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
-        self._drop([number for number in decisions.cancel if number in self._running])
+        self.end(decisions.end)
         for request in decisions.admit:
             outcome.cached[request.number] = self._admit(request)
         if self._running:
@@ -215,6 +204,22 @@ class Worker:
             self.digest = zlib.crc32(inputs.tobytes(), self.digest)
             outcome.drafted, outcome.accepted = inputs[:, 1:].size, len(outcome.tokens) - len(inputs)
         return outcome
+
+    def end(self, requests: Sequence[tuple[int, int]]) -> None:
+        """Ends ``requests``, as decisions have them. What is computed of them is kept, up to a stop word: they may come
+        again."""
+        kept = {number: tokens for number, tokens in requests if number in self._running}
+        computed = self._generator.remove(kept.keys() - self._finished.keys(), return_prompt_caches=True)
+        for number in kept:
+            del self._running[number]
+        self._make_room()
+        for number, most in kept.items():
+            cache, tokens = self._finished.pop(number, None) or computed[number]
+            if len(tokens) > most and can_trim_prompt_cache(cache):
+                trim_prompt_cache(cache, len(tokens) - most)
+                tokens = tokens[:most]
+            if 0 < len(tokens) <= most:  # others end with a stop word, and have sliding windows or recurrent states
+                self._insert(tokens, cache, "assistant")
 
     def _gather_logprobs(self, responses: list[Any]) -> None:
         """Of requests whose client wants them; all ranks take part."""
@@ -244,7 +249,6 @@ class Worker:
             if start < end:
                 segments.append(prompt[start:end])
                 kinds.append(kind)
-        eos = [(token,) for token in self._tokenizer.eos_token_ids]
         processors = _make_logits_processors(request)
         grammar = self._grammar_of(request)
         if grammar is not None:
@@ -261,7 +265,7 @@ class Worker:
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
-            stop_sequences=[_Stops([*eos, *map(tuple, request.stop)], prompt[len(prompt) - request.generated :])],
+            stop_sequences=[self._eos],
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
@@ -276,24 +280,11 @@ class Worker:
         text = request.grammar.decode(errors="replace")
         return GrammarProcessor(text, self._grammar_tokenizer, len(request.prompt) - request.generated)
 
-    def _drop(self, numbers: list[int]) -> None:
-        """Ends requests. What is computed of them is kept: they may come again, with what they have generated."""
-        computed = self._generator.remove(numbers, return_prompt_caches=True)
-        self._forget(numbers)
-        for cache, tokens in computed.values():
-            if tokens:
-                self._insert(tokens, cache, "assistant")
-
-    def _forget(self, numbers: list[int]) -> None:
-        for number in numbers:
-            del self._running[number]
-        self._make_room()
-
     def _make_room(self) -> None:
         self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))
 
     def _keep(self, outcome: Outcome) -> None:
-        """Puts what is computed of prompts, and finished requests, in the prefix cache; as mlx-lm's server does."""
+        """Puts what is computed of prompts in the prefix cache, as mlx-lm's server does; holds what has finished."""
         ended = [
             response.uid
             for response in outcome.prefill
@@ -301,19 +292,22 @@ class Worker:
         ]
         for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
             self._insert(tokens, cache, self._running[uid].kinds.pop())
-        finished = [response for response in outcome.tokens if response.finish_reason is not None]
-        for response in finished:
+        for response in [response for response in outcome.tokens if response.finish_reason is not None]:
             grammar = self._running[response.uid].grammar
             has_ended = response.token in self._tokenizer.eos_token_ids
             if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
                 outcome.failed[response.uid] = reason
-        self._forget([response.uid for response in finished])
-        for response in finished:
-            self._insert(response.all_tokens, response.prompt_cache, "assistant")
+            _evaluate(response.prompt_cache)
+            self._finished[response.uid] = response.prompt_cache, response.all_tokens
 
     def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
-        mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
+        _evaluate(cache)
         self.cache.insert_cache(adapter_of(cache), tokens[:], cache, cache_type=kind)
+
+
+def _evaluate(cache: list[Any]) -> None:
+    """Begins to compute the arrays: lazy ones hold the memory of the whole batch."""
+    mx.async_eval([each.state for each in cache])
 
 
 def _innermost(model: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from .batches import Batches
 from .checkpoint import Checkpoints
 from .clipping import clip_grad_norm
 from .control import Control, Decision
-from .data_parallel import average_gradients
+from .data_parallel import all_reduce_grads, average_gradients
 from .datasets import load_dataset
 from .flops import FlopsPerToken, flops_per_token
 from .fully_sharded import fully_shard
@@ -13,6 +13,7 @@ from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
 from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
 from .seeds import Seeds
+from .stage_terms import stage_loss
 from .throughput import Throughput
 from .training_step import value_and_grad
 
@@ -28,6 +29,7 @@ __all__ = [
     "MixedPrecision",
     "Seeds",
     "Throughput",
+    "all_reduce_grads",
     "average_gradients",
     "clip_grad_norm",
     "flops_per_token",
@@ -35,6 +37,7 @@ __all__ = [
     "linear_scaling",
     "load_dataset",
     "sqrt_scaling",
+    "stage_loss",
     "value_and_grad",
     "warm_up",
 ]

@@ -65,8 +65,8 @@ class Batches:
 
     Raises:
         InvalidArgument: on all ranks alike: a batch does not divide over the ranks and micro-batches, or is larger than
-            an epoch; a sample is not of tokens; an argument has no such value; ranks have different arguments, or
-            datasets of different sizes.
+            an epoch; a sample is not of tokens; an argument has no such value.
+        Mismatch: on all ranks: they have different arguments, or datasets of different sizes.
     """
 
     def __init__(
@@ -131,6 +131,13 @@ class Batches:
         batch = self._rows.batch([self._row_at(place) for place in own])
         self.step, self.position = step + 1, position + size
         return batch
+
+    def before(self, step: int) -> int:
+        """The :attr:`step` before it was ``step``: one less, and less where steps were left out; from 0."""
+        step -= 1
+        while step > 0 and step - 1 in self._skipped:
+            step -= 1
+        return max(step, 0)
 
     @property
     def epoch(self) -> int:

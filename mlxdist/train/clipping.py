@@ -4,6 +4,7 @@ Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.ordering import Order
 
 __all__ = ["clip_grad_norm"]
 
@@ -93,20 +95,18 @@ def _square(gradient: mx.array, cut: Cut | None) -> mx.array:
     squares = gradient.astype(mx.float32).square()
     if cut is not None and (counted := cut.counted()) is not None:
         squares = mx.where(mx.array(counted), squares, 0.0)
-    return squares.sum()
+    # MLX leaves out a sum of one element. Another operation in its place keeps the graph, and so the order of
+    # collectives, that of the other ranks.
+    return (mx.contiguous(squares) if squares.size == 1 else squares).sum()
 
 
 def _sum_over_groups(squares: Mapping[tuple[AnyGroup, ...], mx.array]) -> mx.array:
     """All squares, of which those with groups are sums over these: one collective for each group."""
-    sums = dict(squares)
-    previous: mx.array | None = None
+    sums, order = dict(squares), Order()
     for group in dict.fromkeys(group for groups in sums for group in groups):
         keys = [groups for groups in sums if group in groups]
         packed = mx.stack([sums[groups] for groups in keys])
-        if previous is not None:  # on all ranks one after the other
-            packed = mx.depends(packed, previous)
-        previous = _all_sum(packed, group)
-        sums |= zip(keys, previous)
+        sums |= zip(keys, order.carry_out(partial(_all_sum, group=group), packed))
     return sum(sums.values(), mx.array(0.0))
 
 

@@ -15,6 +15,7 @@ from mlxdist.base.validation import Check, flag, list_of, number, one_of, plain_
 from mlxdist.nn.pipeline.schedule import SCHEDULES
 
 __all__ = [
+    "CHANGES",
     "CheckpointConfig",
     "ControlConfig",
     "MeshConfig",
@@ -24,6 +25,11 @@ __all__ = [
     "TrainConfig",
 ]
 
+# What a run that goes on may have another one of where `allow_changes` says so; see fingerprint.py.
+CHANGES = (
+    "base", "data", "fine_tune_type", "lora_parameters", "mask_prompt", "max_seq_length", "num_layers", "optimizer",
+    "pack", "precision", "tokenizer", "weights",
+)  # fmt: skip
 _MAX_BYTES = 1_000_000
 _MAX_STEPS = 2**53
 _REQUIRED = dataclasses.MISSING
@@ -98,12 +104,17 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``[checkpoints]``: what a restart goes on from; see :class:`mlxdist.train.Checkpoints`."""
+    """``[checkpoints]``: what a restart goes on from; see :class:`mlxdist.train.Checkpoints`.
+
+    ``keep_every``: steps; 0 for none. ``allow_changes``: what may be another than in the checkpoint, of ``CHANGES``.
+    """
 
     directory: str = _setting("checkpoints", _text)
     every: int = _setting(100, _count)
     keep: int = _setting(2, _count)
+    keep_every: int = _setting(0, number(0, 2**31 - 1))
     resume: bool = _setting(False, flag)
+    allow_changes: tuple[str, ...] = _setting((), list_of(one_of(CHANGES), len(CHANGES)))
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ class TrainConfig:
     optimizer_config: dict[str, Any] = _setting({}, _arguments)
     learning_rate: float = _setting(1e-5, positive(1e6))
     lr_schedule: dict[str, Any] = _setting({}, _arguments)
+    router_aux_loss_coef: float = _setting(0.0, positive(1e6))
     max_grad_norm: float = _setting(math.inf, positive(math.inf))
     batch_size: int = _setting(4, _count)
     grad_accumulation_steps: int = _setting(1, _count)
@@ -179,14 +191,17 @@ class TrainConfig:
         """Raises InvalidArgument: the file cannot be read, is not TOML, or has a setting that does not exist or is
         wrong."""
         try:
-            table = tomllib.loads(read_bounded(path, _MAX_BYTES).decode())
+            table = tomllib.loads(read_bounded(path, _MAX_BYTES).decode("utf-8-sig"))
         except UnicodeDecodeError:
             raise InvalidArgument(f"{path} is not UTF-8") from None
         except ValueError as error:  # of TOML, too: with line and column
             raise InvalidArgument(f"{path}: {error}") from None
         try:
             tables = {name: _build(kind, table.pop(name, {}), f"{name}.") for name, kind in _TABLES.items()}
-            return _build(cls, table, "", tables)
+            config: TrainConfig = _build(cls, table, "", tables)
+            if config.router_aux_loss_coef and (config.grad_checkpoint or (config.mesh.cp, config.mesh.tp) != (1, 1)):
+                raise ValueError("router_aux_loss_coef works without grad_checkpoint, cp and tp; leave out one of them")
+            return config
         except ValueError as error:
             raise InvalidArgument(f"{path}: {error}") from None
 

@@ -117,8 +117,8 @@ class Control:
         group: the ranks, as a group of its own.
 
     Raises:
-        InvalidArgument: an argument is wrong on a rank, or differs between ranks; with ``signals``, this is not the
-            main thread. On all ranks.
+        InvalidArgument: an argument is wrong on a rank; with ``signals``, this is not the main thread. On all ranks.
+        Mismatch: arguments differ between ranks. On all ranks.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Control:
                 if seconds is not None and not 0 <= _number(seconds) < math.inf:
                     raise InvalidArgument(f"Control: {name} is {seconds!r}, not a number of seconds from 0")
             self._end_at = _end_of_slurm() if end_at is None and group.rank() == 0 else end_at
-            self._kill_switch = None if kill_switch is None else Path(kill_switch).absolute()
-            self._save_switch = None if save_switch is None else Path(save_switch).absolute()
+            self._kill_switch = None if kill_switch is None else Path(kill_switch).expanduser().absolute()
+            self._save_switch = None if save_switch is None else Path(save_switch).expanduser().absolute()
             self._memory = MemoryLimits(max_host_memory, min_device_memory)
             _require_signals(signals)
         self._save_every, self._memory_every = save_every, memory_every
@@ -255,7 +255,10 @@ class Control:
         if save:
             why.append(f"the save switch {self._save_switch} is there")
         if step != self._saved:
-            save |= stop or (self._save_every is not None and step % self._save_every == 0)
+            # Not where it divides the step: steps are left out (Batches.skip_steps).
+            save |= stop or (
+                self._save_every is not None and step // self._save_every > (self._saved or 0) // self._save_every
+            )
         losses = reports.loss[reports.has_loss > 0].tolist()
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) and losses else math.nan
         alarm = self._loss_alarm.observe(step, loss) if self._loss_alarm is not None and losses else ""

@@ -1,6 +1,6 @@
 """Data-parallel training: every rank computes the gradients of its own share of a batch, then all average them."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from numbers import Real
 from typing import Any
@@ -11,10 +11,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.ordering import Order
 
 from .gradient_buckets import DEFAULT_BUCKET_BYTES, Gradient, Plan, check_reduce_dtype
 
-__all__ = ["average_gradients"]
+__all__ = ["all_reduce_grads", "average_gradients"]
 
 
 def average_gradients(
@@ -27,6 +28,8 @@ def average_gradients(
     weight: float | mx.array | None = None,
 ) -> Any:
     """Averages a tree of gradients over the ranks of a group, in few large messages: MLX's ``nn.average_gradients``.
+
+    Also by its name in guides for MLX, ``all_reduce_grads``.
 
     Leaves that travel in one dtype are packed, in the order of their paths in the tree, into flat buckets of at most
     ``all_reduce_size`` bytes; each bucket is one ``all_sum``. A leaf of that size or more travels alone. Nothing is
@@ -70,22 +73,23 @@ def average_gradients(
     labeled = group.connection.mlx_group(-1.0, label)
 
     total: Any = group.size()
-    previous = None
+    # Ranks may evaluate parts of the result in different orders; the messages still leave in one.
+    order = Order(communication_stream)
+    add_up: Any = partial(mx.distributed.all_sum, group=labeled, stream=communication_stream)
     if weight is not None:
-        previous = total = mx.distributed.all_sum(weight, group=labeled, stream=communication_stream)
+        total = order.carry_out(add_up, weight)
     arrays = {number: leaf for number, (_, leaf) in enumerate(flat)}
     for bucket in plan.buckets:
         packed = plan.pack(bucket, arrays)
         if weight is not None:
             packed = mx.where(weight > 0, packed * weight, mx.zeros((), packed.dtype))
-        packed = packed.astype(bucket.wire_dtype)
-        if previous is not None:
-            # Ranks may evaluate parts of the result in different orders; the buckets still leave in this one.
-            packed = mx.depends(packed, previous)
-        previous = mx.distributed.all_sum(packed, group=labeled, stream=communication_stream)
-        plan.unpack(bucket, previous.astype(bucket.sum_dtype) / total, arrays)
+        summed = order.carry_out(add_up, packed.astype(bucket.wire_dtype))
+        plan.unpack(bucket, summed.astype(bucket.sum_dtype) / total, arrays)
     averages = iter(arrays[number] for number in range(len(flat)))
     return tree_map(lambda _: next(averages), gradients)
+
+
+all_reduce_grads = average_gradients
 
 
 @lru_cache(maxsize=64)

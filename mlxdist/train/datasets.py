@@ -16,7 +16,7 @@ from mlxdist.runtime.group import Group
 
 from .rows import Dataset
 
-__all__ = ["load_dataset"]
+__all__ = ["digest_of", "load_dataset"]
 
 # What a record has, by the names that mlx-lm has for it; the first format that the first record fits is that of all.
 _FORMATS = (("prompt", "completion"), ("messages",), ("text",))
@@ -49,24 +49,42 @@ def load_dataset(
 
     Raises:
         InvalidArgument: on all ranks alike: there is no such file; a line, whose number the text has, is not JSON or no
-            sample of the format that the first has; ``mask_prompt`` is set for texts; ranks have different files.
+            sample of the format that the first has; ``mask_prompt`` is set for texts.
+        Mismatch: on all ranks: they have different files.
     """
     from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 
     config = SimpleNamespace(mask_prompt=mask_prompt)
     found: list[str] = []
     with agreed("load_dataset", group_of(group), found, bool(mask_prompt)):
-        file = _file(Path(path), split)
+        file = _file(Path(path).expanduser(), split)
         if file.is_dir():
             samples = _of_hugging_face(file, split, tokenizer, config)
             found.append(f"{len(samples)} samples")
         else:
             data = _read(file)
-            found.append(f"{len(data)} bytes with the hash {blake2b(data, digest_size=8).hexdigest()}")
+            found.append(_digest(data))
             records = list(_lines(file, data) if file.suffix == ".jsonl" else _document(file, data))
             _check_formats(file, records, mask_prompt)
             samples = create_dataset([record for _, record in records], tokenizer, config)
     return CacheDataset(samples)
+
+
+def digest_of(path: str | os.PathLike[str], split: str) -> str:
+    """What is different for other data: of a file its contents, of what Hugging Face's datasets reads names and sizes.
+
+    Raises:
+        InvalidArgument: it cannot be read.
+    """
+    file = _file(Path(path), split)
+    if not file.is_dir():
+        return _digest(_read(file))
+    sizes = sorted((str(one.relative_to(file)), one.stat().st_size) for one in file.rglob("*") if one.is_file())
+    return _digest(repr(sizes).encode())
+
+
+def _digest(data: bytes) -> str:
+    return f"{len(data)} bytes with the hash {blake2b(data, digest_size=8).hexdigest()}"
 
 
 def _read(file: Path) -> bytes:
@@ -103,7 +121,7 @@ def _of_hugging_face(directory: Path, split: str, tokenizer: Any, config: Simple
 def _document(file: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     if data:
         try:
-            yield str(file), {"text": data.decode()}
+            yield str(file), {"text": data.decode("utf-8-sig")}
         except UnicodeDecodeError as error:
             raise InvalidArgument(f"load_dataset: {file}: byte {error.start} is not UTF-8") from None
 

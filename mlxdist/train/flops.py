@@ -1,6 +1,6 @@
 """The arithmetic that a token costs, from the parameters and the configuration of a model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from math import prod
 from statistics import fmean
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.sharding.cuts import cuts
 
-__all__ = ["FlopsPerToken", "flops_per_token"]
+__all__ = ["FlopsPerToken", "flops_by_length", "flops_per_token", "vocabulary_size"]
 
 _ATTENTION = ("self_attn", "attention", "attn")  # what model files call the module of a layer
 # What configurations call a number.
@@ -75,6 +75,18 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, attention_width: 
     gradients = 2.0 * sum(elements for elements, is_trained in matrices if is_trained)
     is_trained = bool(tree_flatten(model.trainable_parameters()))
     return FlopsPerToken(products + attention, products + gradients + 2 * attention if is_trained else 0.0)
+
+
+def flops_by_length(model: nn.Module) -> Callable[[float], FlopsPerToken]:
+    """:func:`flops_per_token` of a model for any length, also a mean: both counts are linear in it."""
+    one, two = (flops_per_token(model, length) for length in (1, 2))
+    return lambda length: FlopsPerToken(*(a + (length - 1) * (b - a) for a, b in zip(one, two)))
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many tokens a model of mlx-lm has embeddings for, by its configuration; ``None``: it does not say."""
+    found = _find(_configuration(model), ("vocab_size",))
+    return None if found is None else int(found)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[float, bool]]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.rank_checks import agreed
+from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.nn.sharding.cut import Cut
 from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.nn.sharding.plan.block import join_path
@@ -80,8 +79,9 @@ def fully_shard(
         ``module``. In a group of one it is as it was.
 
     Raises:
-        InvalidArgument: on all ranks, before any work: an argument is not what it should be on one of them, or the
-            modules differ; MLX's ``nn.fully_shard`` has sharded the module.
+        InvalidArgument: on all ranks, before any work: an argument is not what it should be on one of them; MLX's
+            ``nn.fully_shard`` has sharded the module.
+        Mismatch: on all ranks, before any work: options differ, or parameters, their dtypes, or which are frozen.
     """
     if mesh is not None and group is None:
         group, replicas = mesh["fsdp"], mesh["dp"]
@@ -91,11 +91,11 @@ def fully_shard(
     if mesh is not None and mesh.size("pp") > 1:  # each stage has parameters of its own
         alike = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
     options = (compute_dtype, stage, reshard_after_forward, prefetch)
-    parameters: list[Any] = []
+    parameters: dict[str, object] = {}
     # What is compared is as it is behind the block.
     with agreed("fully_shard", everyone, options), agreed("fully_shard", alike, parameters):
         _check(module, mesh is not None and replicas is None, *options)
-        parameters += _described(module)
+        parameters |= described(module, {path: cut.shape for path, cut in cuts(module).items()})
     if everyone.size() == 1 or group.size() * (replicas.size() if replicas else 1) == 1:
         return module
     channel = UnitChannel.of(group)
@@ -112,7 +112,8 @@ def fully_shard(
         reduced_over = (group,) if replicas is None else (group, replicas)
         vars(root).update(_unit=unit, _cuts=found, reduced_over=reduced_over)
         for owner in owners:
-            vars(owner)["_sharded"] = True
+            if any(slots_of(owner)):  # others may be of several models, as the activation of all of mlx-lm's experts
+                vars(owner)["_sharded"] = True
         root.__class__ = _sharded(type(root))
     return module
 
@@ -137,12 +138,6 @@ def _check(module: Any, both: bool, dtype: Any, stage: Any, reshards: Any, prefe
             raise InvalidArgument(
                 f"fully_shard: a {type(inner).__name__} is in another sharded module, too; shard a module that has both"
             )
-
-
-def _described(module: nn.Module) -> list[tuple]:
-    """What is the same on all ranks, however it is cut already."""
-    arrays = dict(tree_flatten(module.parameters()))
-    return [(path, cut.shape, str(arrays[path].dtype)) for path, cut in sorted(cuts(module).items())]
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Gradients of ranks with parts of a batch each: in which buckets they travel, in which order, and to which ranks."""
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.rank_checks import agree
+from mlxdist.nn.context.model import is_context_parallel
+from mlxdist.nn.pipeline.stage import stage_of
+from mlxdist.nn.rank_checks import agree, agreed, described
+from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
@@ -34,6 +38,9 @@ class Averaging:
         reduce_dtype: mx.Dtype | None,
     ) -> None:
         self.model, self.everyone = model, everyone
+        self.ranks = self.alike = everyone if mesh is None else mesh.group  # that call, and that hold the same layers
+        if mesh is not None and mesh.size("pp") > 1:
+            self.alike = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
         self.plan: Plan | None = None
         self.axes, self._mesh = axes, mesh
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
@@ -42,6 +49,7 @@ class Averaging:
         # Tokens are counted in units of about a batch: a float16 gradient of a sum over all would overflow. It is
         # a power of two, so no digit of the result depends on it.
         self.unit_of_tokens = 1.0
+        self.is_context_parallel = False
 
     def is_for(self, parameters: Parameters) -> bool:
         """Whether the plan is of these parameters."""
@@ -61,10 +69,28 @@ class Averaging:
             found.append(Gradient(path, tuple(array.shape), array.dtype, over))
         return found
 
-    def agree_on_unit(self, elements: int) -> None:
-        """``elements``: of this rank's batch. Collective."""
+    def agree_on_parameters(self, parameters: Parameters, elements: int) -> list[Gradient]:
+        """:meth:`gradients`, once all ranks have the same. ``elements``: of this rank's batch. Collective."""
+        equal: dict[str, object] = {}
+        stage = stage_of(self.model)
+        shared: dict[Group, dict[str, object]] = {} if stage is None else {group: {} for group in stage.shared_groups}
+        with ExitStack() as stack:
+            for group, of_group in [(self.ranks, {}), (self.alike, equal), *shared.items()]:
+                stack.enter_context(agreed(NAME, group, of_group))
+            found = self.gradients(parameters)
+            equal |= described(self.model, {path: cut.shape for path, cut in cuts(self.model).items()})
+            for gradient in found:
+                equal[f"parameter {gradient.path}"] = (
+                    f"{equal[f'parameter {gradient.path}']}, averaged over {gradient.over}"
+                )
+            held: Any = tree_flatten(self.model.parameters())
+            for path, _ in held:
+                if stage is not None and (holders := stage.group_of(path)) is not None:
+                    shared[holders][f"parameter {path}"] = equal[f"parameter {path}"]
         most = agree(NAME, self.everyone, None, {}, [elements]).max()
         self.unit_of_tokens = float(2 ** int(most).bit_length())
+        self.is_context_parallel = is_context_parallel(self.model)
+        return found
 
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
         """Makes the plan, of rank 0's order. Collective."""

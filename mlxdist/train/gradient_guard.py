@@ -42,7 +42,8 @@ class GradientGuard:
         report: the text about the last of them; empty for none.
 
     Raises:
-        InvalidArgument: ``action`` or ``max_skips`` is wrong on a rank, or differs between ranks; on all ranks.
+        InvalidArgument: ``action`` or ``max_skips`` is wrong on a rank; on all ranks.
+        Mismatch: they differ between ranks; on all ranks.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["Kept", "current", "split", "working_on"]
+__all__ = ["Kept", "arrays_of", "current", "split", "working_on"]
 
 
 @dataclass
@@ -76,6 +76,11 @@ def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[tu
             f"{name}: accumulate={count} divides arrays among the arguments along their first axis, but there are none"
         )
     return [_part(args, kwargs, number, count) for number in range(count)]
+
+
+def arrays_of(arguments: tuple[tuple, dict[str, Any]]) -> list[mx.array]:
+    """The arrays of a micro-batch."""
+    return [mx.array(leaf) for _, leaf in _flatten(arguments) if _is_batch(leaf)]
 
 
 def _part(args: tuple, kwargs: dict[str, Any], number: int, count: int) -> tuple[tuple, dict[str, Any]]:

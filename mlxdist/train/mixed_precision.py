@@ -3,6 +3,8 @@
 Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -11,6 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_min
@@ -61,6 +64,7 @@ class MixedPrecision(optim.Optimizer):
 
     Raises:
         InvalidArgument: an argument is none of these.
+        Mismatch: on all ranks that have a loss scale: their arguments differ.
     """
 
     def __init__(
@@ -73,12 +77,14 @@ class MixedPrecision(optim.Optimizer):
         group: Group | None = None,
         seed: int = 0,
     ) -> None:
-        _check(optimizer, dtype, masters, loss_scale, state_dtype)
+        self._group = None if loss_scale is None else group_of(group)
+        options = {"dtype": dtype, "masters": masters, "loss_scale": loss_scale, "state_dtype": state_dtype}
+        with agreed("MixedPrecision", self._group, options) if self._group is not None else nullcontext():
+            _check(optimizer, dtype, masters, loss_scale, state_dtype)
         super().__init__()
         self.optimizer, self.dtype, self.masters, self.state_dtype = optimizer, dtype, masters, state_dtype
         self._seed, self._is_unscaled = seed, False
         self._is_dynamic = loss_scale == "dynamic"
-        self._group = None if loss_scale is None else group_of(group)
         self._state = {"step": mx.array(0, mx.uint64), "optimizer": optimizer.state, "masters": {}}
         if loss_scale is not None:
             scale = _FIRST_SCALE if loss_scale == "dynamic" else float(loss_scale)
@@ -87,17 +93,16 @@ class MixedPrecision(optim.Optimizer):
     def init(self, parameters: Any) -> None:
         """Makes the state for parameters: a tree of arrays, or a model, whose parameters then get ``dtype``.
 
-        Masters keep the values that the parameters have now. Those of quantized layers stay as they are. Without this
-        the first :meth:`update` does it.
+        Masters keep the values that the parameters have now. Packed weights of quantized layers stay as they are; their
+        scales get ``dtype``. Without this the first :meth:`update` does it.
         """
         is_model = isinstance(parameters, nn.Module)
         trained: Any = parameters.trainable_parameters() if is_model else parameters
         flat: Any = tree_flatten(trained)
         wide = tree_map(_wide, trained)
         self.optimizer.init(wide)
-        if self.state_dtype is not None:
-            inner = self.optimizer.state
-            _put(inner, tree_map(lambda array: array.astype(self.state_dtype) if _is_moment(array) else array, inner))
+        if (dtype := self.state_dtype) is not None:
+            _put(self.optimizer.state, lambda _, array: array.astype(dtype) if _is_moment(array) else array)
         masters = dict(tree_flatten(self._state["masters"]))
         for path, array in flat:
             kept = self._kept(_wide(array), self.dtype if is_model else array.dtype)
@@ -132,10 +137,10 @@ class MixedPrecision(optim.Optimizer):
         step = self._state["step"] + 1
         keys = iter(self._keys(step, len(old) + len(before[0])))
         if self.state_dtype is not None:
-            _put(inner.state, tree_map(lambda array: _wide(array) if _is_moment(array) else array, inner.state))
+            _put(inner.state, lambda _, array: _wide(array) if _is_moment(array) else array)
         changed = dict(tree_flatten(inner.apply_gradients(wide, _like(wide, values))))
         if self.state_dtype is not None:
-            _put(inner.state, tree_map(lambda array: self._narrow(array, next(keys)), inner.state))
+            _put(inner.state, lambda _, array: self._narrow(array, next(keys)))
         new = {}
         for path, array in old.items():
             if (kept := self._kept(changed[path], array.dtype)) is not None:
@@ -146,6 +151,12 @@ class MixedPrecision(optim.Optimizer):
         self._put_masters(masters)
         self._state["step"] = step
         return _like(gradients, new)
+
+    @property
+    def kind(self) -> str:
+        """What has to be equal where a state is loaded: the optimizer, and which arrays are kept in which dtypes."""
+        options = f"masters={self.masters}, state_dtype={self.state_dtype}, scaled={self.is_scaled}"
+        return f"MixedPrecision({type(self.optimizer).__name__}, {options})"
 
     @property
     def is_scaled(self) -> bool:
@@ -219,12 +230,10 @@ class MixedPrecision(optim.Optimizer):
         """The old parameters and masters in place of the new ones, and the state of before, if a gradient of any rank
         is not finite."""
         flat: Any = tree_flatten(gradients)
-        finite = mx.stack([mx.isfinite(gradient).all() for _, gradient in flat]).all()
+        finite = mx.stack([mx.array(True), *(mx.isfinite(gradient).all() for _, gradient in flat)]).all()
         finite = all_min(finite.astype(mx.int32), group=self._group) > 0
-        state, inner = self._state, self.optimizer.state
-        after = dict(tree_flatten(inner))
-        chosen = [(path, mx.where(finite, array, before.get(path, array))) for path, array in after.items()]
-        _put(inner, tree_unflatten(chosen))
+        state = self._state
+        _put(self.optimizer.state, lambda path, array: mx.where(finite, array, before.get(path, array)))
         good = mx.where(finite, state["good_steps"] + 1, 0)
         state["skipped"] = state["skipped"] + mx.where(finite, 0, 1)
         if self._is_dynamic:
@@ -269,14 +278,14 @@ def _is_moment(array: mx.array) -> bool:
     return array.ndim > 0 and mx.issubdtype(array.dtype, mx.floating)
 
 
-def _put(tree: Any, new: Any) -> None:
-    """Puts the leaves of another tree in place of those that a tree has: mx.compile and MLX keep the tree itself."""
+def _put(tree: Any, value_of: Callable[[str, mx.array], mx.array], above: str = "") -> None:
+    """Puts other leaves, by path and leaf, into a tree: mx.compile and MLX keep the tree itself, and one that is made
+    of leaves lacks the empty subtrees of layers with nothing to train."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, dict | list):
-            if value:
-                _put(value, new[key])
+            _put(value, value_of, f"{above}{key}.")
         else:
-            tree[key] = new[key]
+            tree[key] = value_of(f"{above}{key}", value)
 
 
 def _like(tree: Any, leaves: dict[str, mx.array]) -> Any:
@@ -285,8 +294,5 @@ def _like(tree: Any, leaves: dict[str, mx.array]) -> Any:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Parameters of floats, but for those of quantized layers."""
-    is_plain = lambda module, key, value: (
-        nn.Module.valid_parameter_filter(module, key, value) and "scales" not in module
-    )
-    model.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array, is_plain)
+    """All parameters of floats, also the scales of quantized layers: a product of two dtypes of 16 bits is float32."""
+    model.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,10 +25,11 @@ from mlxdist.runtime.mesh import Mesh
 from .checkpoint import Checkpoints
 from .checkpoint.ranks import gather
 from .config import TrainConfig
-from .flops import FlopsPerToken, flops_per_token
+from .fingerprint import weight_files
+from .flops import FlopsPerToken, flops_by_length
 from .fully_sharded import fully_shard
 from .mixed_precision import MixedPrecision
-from .model_folder import require_no_folder, write_model_folder
+from .model_folder import write_model_folder
 
 __all__ = ["make_model", "make_optimizer", "open_tokenizer", "save_trained"]
 
@@ -50,28 +52,36 @@ def open_tokenizer(config: TrainConfig, group: Group) -> Any:
     with agreed("train", group):
         try:
             return load_tokenizer(model_directory(config.model))
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(f"the tokenizer of {config.model} cannot be loaded: {error}") from error
+        except InvalidArgument:
+            raise
+        except Exception as error:  # of transformers, about files of whatever model
+            raise InvalidArgument(f"the tokenizer of {config.model} cannot be loaded: {_sentence(error)}") from error
 
 
-def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[nn.Module, FlopsPerToken]:
-    """This rank's part of the model, with only what is trained unfrozen, and the cost of a token in the full one.
+def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[nn.Module, Callable[[float], FlopsPerToken]]:
+    """This rank's part of the model, with only what is trained unfrozen, and the cost of a token in the full one, by
+    the length of its row.
 
     Parameters are lazy until they are cut.
 
     Raises:
-        InvalidArgument: on all ranks: there is no such model, or it has fewer layers; ``lora_parameters`` are wrong;
-            the model cannot be sharded as the mesh says.
+        InvalidArgument: on all ranks: there is no such model, its weights are damaged, or it has fewer layers;
+            ``lora_parameters`` are wrong; the model cannot be sharded as the mesh says.
     """
     with agreed("train", mesh.group):
-        model = _open_random(config) if config.weights == "random" else _open_pretrained(config)
+        try:
+            model = _open_random(config) if config.weights == "random" else _open_pretrained(config)
+        except InvalidArgument:
+            raise
+        except Exception as error:  # of mlx-lm or of the file of a model, about a config.json or weights
+            raise InvalidArgument(f"{config.model} cannot be opened: {_sentence(error)}") from error
     if mesh.size("tp") > 1:
         shard_model(model, plan_shards(model, tp=mesh.size("tp")), mesh["tp"])
     if config.weights == "pretrained":
         with agreed("train", mesh.group):
             mx.random.seed(seed)  # where mlx-lm does; sharding has drawn numbers since
             _freeze(model, config)
-    flops = flops_per_token(model, config.max_seq_length)
+    flops = flops_by_length(model)
     context_parallel(model, mesh["cp"], config.context_parallel)
     is_pipeline = mesh.size("pp") > 1
     if is_pipeline:  # whose layers are others to mx.checkpoint; those of fully_shard have to be sharded before
@@ -84,6 +94,11 @@ def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[nn.Module, F
         _checkpoint_layers(config, model)
     model.train()
     return model, flops
+
+
+def _sentence(error: Exception) -> str:
+    """The text of another library's error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _checkpoint_layers(config: TrainConfig, model: nn.Module) -> None:
@@ -109,7 +124,6 @@ def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
 
 def _open_random(config: TrainConfig) -> nn.Module:
     """By MLX's global seed."""
-    require_no_folder(Path(config.output))  # before any work
     from mlx_lm.utils import _get_classes, load_config
 
     settings = load_config(model_directory(config.model))
@@ -120,7 +134,9 @@ def _open_random(config: TrainConfig) -> nn.Module:
 def _open_pretrained(config: TrainConfig) -> nn.Module:
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(model_directory(config.model), lazy=True)
+    directory = model_directory(config.model)
+    weight_files(directory)  # whole, as far as their headers say: MLX reads them when they are used
+    model, _ = load_model(directory, lazy=True)
     if config.num_layers > len(model.layers):
         raise InvalidArgument(f"num_layers is {config.num_layers}, but {config.model} has {len(model.layers)} layers")
     return model
@@ -135,6 +151,11 @@ def _freeze(model: nn.Module, config: TrainConfig) -> None:
     model.freeze()
     if config.fine_tune_type == "full":
         for layer in layers[len(layers) - count :]:
+            if any("scales" in module for module in layer.modules()):
+                raise InvalidArgument(
+                    f"{config.model} is quantized, and packed weights cannot be trained; instead of fine_tune_type "
+                    '= "full" take "lora" or "dora", or a model that is not quantized'
+                )
             layer.unfreeze()
     else:
         try:
@@ -142,7 +163,9 @@ def _freeze(model: nn.Module, config: TrainConfig) -> None:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"lora_parameters: {error}") from error
     if not tree_flatten(model.trainable_parameters()):
-        raise InvalidArgument("num_layers is 0, so there is nothing to train")
+        raise InvalidArgument(
+            "there is nothing to train: num_layers is 0, or no layer has what lora_parameters.keys names"
+        )
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.Optimizer:
@@ -202,7 +225,7 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     checkpoints.load(state)
     with agreed("train", mesh.group):
         if is_writer:
-            target = Path(config.output)
+            target = Path(config.output).expanduser()
             if config.weights == "random":
                 whole = _open_random(config)
                 whole.update(state["model"])

@@ -5,25 +5,26 @@ gradient of what the stage has received is I, those of the parameters are W. Wha
 messages that arrive while the action before is computed.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline import Schedule, Stage
+from mlxdist.nn.pipeline.layers import Boundary, Passed
 from mlxdist.nn.pipeline.timeline import Action, Stamps
 from mlxdist.nn.pipeline.transfer import GradientTransfer
-from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_sum
 
 from . import micro_batches
 from .gradient_averaging import NAME, Averaging
 from .gradient_buckets import sum_dtype
-from .step_gradients import Part, StepGradients, ends_all
+from .lost_terms import LostTerms
+from .stage_terms import collecting
+from .step_gradients import Part, StepGradients
 
 __all__ = ["PipelineGradients"]
 
@@ -58,32 +59,26 @@ class PipelineGradients(StepGradients):
     ``fn`` is called on all stages. On those but the last its result is made of zeros, and not evaluated.
     """
 
-    def __init__(
-        self, averaging: Averaging, fn: Callable[..., Any], schedule: Schedule, stage: Stage, ranks: Group
-    ) -> None:
+    def __init__(self, averaging: Averaging, fn: Callable[..., Any], schedule: Schedule, stage: Stage) -> None:
         super().__init__(averaging, fn, schedule.micro_batches)
         assert stage.transfer is not None  # of more than one stage
-        self._schedule, self._stage, self._ranks = schedule, stage, ranks
+        self._schedule, self._stage = schedule, stage
         self._transfer, self._gradients = stage.transfer, GradientTransfer.of(stage.group)
         self._last = schedule.stages * schedule.virtual - 1
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._received: dict[tuple[int, int], Arrays] = {}
 
-    def _agreed(self, facts: list[Any]) -> AbstractContextManager[None]:
-        @contextmanager
-        def both() -> Iterator[None]:
-            with agreed(NAME, self._ranks), agreed(NAME, self._averaging.everyone, facts):
-                yield
-
-        return both()
-
-    def _ends_all(self) -> AbstractContextManager[None]:
-        return ends_all(self._ranks)
-
     def _begin(self, tree: Any, parts: list[Part], is_new: bool) -> list[int]:
-        value, self._shape = self._stage.shape_of_call(lambda: self._fn(*parts[0][0], **parts[0][1]))
+        with collecting() as terms:
+            value, self._shape = self._stage.shape_of_call(lambda: self._fn(*parts[0][0], **parts[0][1]))
         self._weighted(value)  # or InvalidArgument
+        self._terms = len(terms.sums)
+        # What passes between stages besides activations: the sums of these terms, (1, 1, terms).
+        self._totals: Boundary = (Passed("", -1, (1, self._terms), mx.float32),) if self._terms else ()
+        if is_new:
+            LostTerms(self._averaging.model, self._stage, self._weighted).check(self._fn, parts[0], self._shape)
         self._is_weighted, self._values = isinstance(value, tuple), [value] * self._count
+        self._inputs = [micro_batches.arrays_of(part) for part in parts]
         parameters: Any = tree_flatten(tree)
         self._parameters = list(parameters)
         self._places = [
@@ -115,7 +110,9 @@ class PipelineGradients(StepGradients):
         """Starts to receive what an action needs, if that is not done yet and is known already."""
         key, part = (action.micro_batch, action.chunk), self._schedule.part(self._stage.index, action.chunk)
         if action.kind == "F" and key not in self._received:
-            self._received[key] = self._recv(self._transfer, part, -1) if part > 0 else []
+            self._received[key] = (
+                self._recv(self._transfer, part, -1, self._inputs[action.micro_batch]) if part > 0 else []
+            )
             mx.async_eval(self._received[key])
         elif action.kind in "BI" and part < self._last and key in self._graphs and not self._graphs[key].receives:
             self._graphs[key].receives = True
@@ -131,7 +128,7 @@ class PipelineGradients(StepGradients):
             stamps.begin(action, graph.received)
             mx.async_eval(graph.outputs)
             if part < self._last:
-                self._send(self._transfer, graph.outputs, part, 1)
+                self._send(self._transfer, graph.outputs, part, 1, self._inputs[action.micro_batch])
             outputs, graph.outputs = graph.outputs, []  # the backward pass does not need them
             return outputs
         graph = self._graphs[key]
@@ -163,9 +160,18 @@ class PipelineGradients(StepGradients):
         def run(*arrays: mx.array) -> Arrays:
             own, hidden = arrays[: len(places)], list(arrays[len(places) :])
             model.update(tree_unflatten([(self._parameters[place][0], x) for place, x in zip(places, own)]))
-            value, outputs = stage.within(lambda: self._fn(*arguments[0], **arguments[1]), hidden or None, chunk)
+            before = list(hidden.pop().reshape(-1)) if self._terms and part > 0 else []
+            with collecting(before) as terms:
+                value, outputs = stage.within(lambda: self._called(*arguments), hidden or None, chunk)
+            if (found := len(terms.sums)) != self._terms:
+                raise InvalidArgument(
+                    f"{NAME}: fn calls stage_loss {found} times with the layers of a stage, and {self._terms} times "
+                    "without them; call it equally often, with 0 where a stage has no such term"
+                )
             values.append(value)
-            return outputs if part < self._last else [self._weighted(value).astype(mx.float32)]
+            if part == self._last:
+                return [self._weighted(value).astype(mx.float32)]
+            return [*outputs, *([mx.stack(terms.sums).reshape(1, 1, -1)] if terms.sums else [])]
 
         before = dict(self._kept.gradients)
         try:
@@ -180,15 +186,19 @@ class PipelineGradients(StepGradients):
         kept = [array for key, array in self._kept.gradients.items() if before.get(key) is not array]
         return _Graph(received, outputs, cotangents, gradients[len(places) :], self._counted(values[0], found), kept)
 
-    def _recv(self, transfer: Any, part: int, step: int) -> Arrays:
+    def _recv(self, transfer: Any, part: int, step: int, inputs: Sequence[mx.array] = ()) -> Arrays:
         """What passes between ``part - 1`` and ``part``, or its gradient."""
         boundary = self._stage.boundary(part)
         batch, length = self._shape
-        return transfer.recv(boundary, batch, length, (self._stage.index + step) % self._schedule.stages)
+        peer = (self._stage.index + step) % self._schedule.stages
+        received: Arrays = transfer.recv(boundary, batch, length, peer, inputs=inputs)
+        return [*received, *transfer.recv(self._totals, 1, 1, peer, None, *received[-1:])]
 
-    def _send(self, transfer: Any, arrays: Arrays, part: int, step: int) -> None:
+    def _send(self, transfer: Any, arrays: Arrays, part: int, step: int, inputs: Sequence[mx.array] = ()) -> None:
         boundary = self._stage.boundary(part + 1 if step == 1 else part)
-        mx.async_eval(transfer.send(arrays, (self._stage.index + step) % self._schedule.stages, boundary))
+        peer, count = (self._stage.index + step) % self._schedule.stages, len(boundary)
+        sent = transfer.send(arrays[:count], peer, boundary, inputs=inputs)
+        mx.async_eval(sent, transfer.send(arrays[count:], peer, self._totals, None, *sent[-1:]))
 
     def _waiting(self) -> Arrays:
         return []

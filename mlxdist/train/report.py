@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group import Group
@@ -16,21 +18,29 @@ from mlxdist.runtime.group import Group
 from .config import TrainConfig
 from .throughput import Throughput
 
-__all__ = ["JsonLines", "Report", "TensorBoard"]
+__all__ = ["JsonLines", "Report", "TensorBoard", "check_reporters", "is_due"]
+
+_REPORTERS = {"json": "json", "tensorboard": "tensorboardX", "wandb": "wandb", "swanlab": "swanlab"}  # what each needs
 
 
 class JsonLines:
-    """A callback of mlx-lm that writes each report into a file as a line of JSON, for programs.
+    """A callback of mlx-lm that writes each report into a file as a line of JSON, for programs. Numbers that are not
+    finite are null.
 
     Args:
         path: lines are added to what is there.
+        iteration: from which the training goes on. What is there of later ones, which come once more, is removed.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, iteration: int) -> None:
+        path = Path(path)
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            atomic_write(path, "".join(line for line in lines if _is_before(line, iteration)))
         self._file = open(path, "a", buffering=1)
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-        self._file.write(json.dumps(train_info) + "\n")
+        self._file.write(json.dumps({name: _finite(value) for name, value in train_info.items()}) + "\n")
 
     on_val_loss_report = on_train_loss_report
 
@@ -43,14 +53,15 @@ class TensorBoard:
 
     Args:
         directory: where TensorBoard looks.
+        iteration: from which the training goes on. TensorBoard leaves out what is there of later ones.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, iteration: int) -> None:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise InvalidArgument("TensorBoard needs tensorboardX: `pip install tensorboardX`") from error
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1)
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         for name, value in train_info.items():
@@ -63,6 +74,38 @@ class TensorBoard:
         self._writer.close()
 
 
+def is_due(iteration: int, before: int, every: int) -> bool:
+    """Whether what comes once in ``every`` iterations is due after a step that led from ``before`` to ``iteration``."""
+    return iteration // every > before // every
+
+
+def _is_before(line: str, iteration: int) -> bool:
+    """Whether a report is of what a training does not do again: its validation at ``iteration`` it does."""
+    try:
+        report = json.loads(line)
+        return report["iteration"] < iteration + ("train_loss" in report)
+    except (KeyError, TypeError, ValueError):  # a line that was not completed
+        return False
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_reporters(config: TrainConfig) -> None:
+    """Raises InvalidArgument: ``report_to`` names what does not exist, or is not installed."""
+    for name in _names(config):
+        module = _REPORTERS.get(name)
+        if module is None:
+            raise InvalidArgument(f"report_to {name}: there is no such report; there are {', '.join(_REPORTERS)}")
+        if find_spec(module) is None:
+            raise InvalidArgument(f"report_to {name} needs {module}: `pip install {module}`")
+
+
+def _names(config: TrainConfig) -> list[str]:
+    return [name.strip() for name in config.report_to.split(",") if name.strip()]
+
+
 class Report:
     """Lines and a progress bar on rank 0, and the callbacks that ``report_to`` names, which write beside the
     checkpoints.
@@ -73,19 +116,20 @@ class Report:
         group: the ranks that train.
 
     Raises:
-        InvalidArgument: on all ranks: ``report_to`` names what does not exist, or is not installed.
+        InvalidArgument: on all ranks: a report of ``report_to`` cannot be opened.
     """
 
     def __init__(self, config: TrainConfig, step: int, group: Group) -> None:
         self._config, self._losses = config, list[float]()
+        self._last = self._iteration(step)
         self._callbacks: list[Any] = []
         with agreed("train", group):
             if group.rank() == 0:
-                self._callbacks = [self._callback(name.strip()) for name in config.report_to.split(",") if name.strip()]
+                self._callbacks = [self._callback(name, self._last) for name in _names(config)]
         self._console = Console(highlight=False, quiet=group.rank() != 0, soft_wrap=True)
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("", total=config.iters, completed=self._iteration(step))
+        self._task = self._bar.add_task("", total=config.iters, completed=self._last)
 
     def __enter__(self) -> "Report":
         self._bar.__enter__()
@@ -100,10 +144,11 @@ class Report:
 
     def trained(self, step: int, loss: float, learning_rate: float, throughput: Throughput) -> None:
         """After each step. Collective where it is time for a line: one report of ``throughput``."""
-        iteration, every = self._iteration(step), self._config.steps_per_report
+        before, self._last = self._last, self._iteration(step)
+        iteration = self._last
         self._bar.update(self._task, completed=iteration)
         self._losses.append(loss)
-        if iteration // every == self._iteration(step - 1) // every and step < self._config.steps:
+        if not is_due(iteration, before, self._config.steps_per_report) and step < self._config.steps:
             return
         measured = throughput.report()
         mean = math.fsum(self._losses) / len(self._losses)
@@ -127,17 +172,17 @@ class Report:
     def _iteration(self, step: int) -> int:
         return step * self._config.grad_accumulation_steps
 
-    def _callback(self, name: str) -> Any:
-        config, directory = self._config, Path(self._config.checkpoints.directory)
+    def _callback(self, name: str, iteration: int) -> Any:
+        config, directory = self._config, Path(self._config.checkpoints.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         if name == "json":
-            return JsonLines(directory / "reports.jsonl")
+            return JsonLines(directory / "reports.jsonl", iteration)
         if name == "tensorboard":
-            return TensorBoard(directory)
+            return TensorBoard(directory, iteration)
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
         settings: Any = dataclasses.asdict(config)  # a dict, whatever mlx-lm's annotation says
         try:
             return get_reporting_callbacks(name, config.project_name or None, str(directory), settings)
         except (ImportError, ValueError) as error:
-            raise InvalidArgument(f"report_to {name}: {error}; there are also json and tensorboard") from error
+            raise InvalidArgument(f"report_to {name}: {error}") from error

@@ -42,8 +42,8 @@ class Seeds:
         seed: of all ranks.
 
     Raises:
-        InvalidArgument: on all ranks alike: ``seed`` is no such number, or ranks have different ones; there are both a
-            group and a mesh.
+        InvalidArgument: on all ranks alike: ``seed`` is no such number; there are both a group and a mesh.
+        Mismatch: on all ranks: they have different seeds.
     """
 
     def __init__(self, seed: int | None = None, *, group: Group | None = None, mesh: Mesh | None = None) -> None:

@@ -17,6 +17,7 @@ from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.ordering import Order
 from mlxdist.runtime.packing import pack, unpack
 
 from . import micro_batches
@@ -30,24 +31,31 @@ Tree = Any
 METHODS = ("__call__", "as_linear")
 
 
-class Order:
-    """In which order the units of a model communicate: that of the calls and of their gradients.
+class UnitChannel(Channel):
+    """For the parameters and gradients of units."""
 
-    MLX takes operations that do not depend on each other in an order that depends on all of the graph, so on the shapes
-    of this rank's batch. Each message therefore depends on the one before it, on the stream of the messages alone.
-    """
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.gather = partial(all_gather, group=self.group, stream=self.stream)
+        self.scatter = partial(sum_scatter, group=self.group, stream=self.stream)
+        self.add_up = partial(all_sum, group=self.group, stream=self.stream)
 
-    current: ContextVar["Order | None"] = ContextVar("current", default=None)
-    latest: Callable[[], "Order | None"] = lambda: None  # weak: of what is not evaluated yet
+
+class UnitOrder(Order):
+    """In which order the units of a model communicate: that of the calls and of their gradients. The graph depends on
+    the shapes of this rank's batch."""
+
+    current: ContextVar["UnitOrder | None"] = ContextVar("current", default=None)
+    latest: Callable[[], "UnitOrder | None"] = lambda: None  # weak: of what is not evaluated yet
 
     def __init__(self) -> None:
-        self._last: Arrays = []
+        super().__init__(UnitChannel.stream)
         self._traced: Any = None
         self.last_pass: Callable[[], _Pass | None] = lambda: None  # weak: passes have this
         self.trains = False  # whether something has come that is trained
 
     @classmethod
-    def of(cls, traced: Arrays) -> "Order":
+    def of(cls, traced: Arrays) -> "UnitOrder":
         """For a unit that is called by itself with ``traced``: that of the ones before it in the same trace.
 
         So layers that are units without a model around, as MLX's fully_shard has them, share one.
@@ -59,25 +67,6 @@ class Order:
             if traced:
                 cls.latest, order._traced = ref(order), traced[0]
         return order
-
-    def carry_out(self, operation: Callable[..., mx.array], array: mx.array, *after: mx.array) -> mx.array:
-        """``operation(array, group=..., stream=...)``, behind the others, and when ``after`` is known."""
-        stream = UnitChannel.stream
-        # depends() works on the stream of its first argument; here nothing is copied.
-        own = mx.stop_gradient(array, stream=stream)
-        (own,) = mx.depends([own], [*self._last, *after]) if self._last or after else [own]
-        self._last = [operation(own, stream=stream)]
-        return self._last[0]
-
-
-class UnitChannel(Channel):
-    """For the parameters and gradients of units."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.gather = partial(all_gather, group=self.group)
-        self.scatter = partial(sum_scatter, group=self.group)
-        self.add_up = partial(all_sum, group=self.group)
 
 
 class Unit:
@@ -101,7 +90,7 @@ class Unit:
         self.ranks = channel.size * (replicas.size if replicas else 1)
         self._runs = False
         self._is_checkpointed = self._has_recomputed = False
-        self._order: Callable[[], Order | None] = lambda: None  # of the last call of the model that it is in
+        self._order: Callable[[], UnitOrder | None] = lambda: None  # of the last call of the model that it is in
         # What a module with others inside does with a parameter of its own is not one operation: it stays gathered.
         self.leaves: dict[int, tuple[nn.Module, list[tuple[int, int, Slot]]]] = {}
         for number, flat in enumerate(flats):
@@ -114,14 +103,14 @@ class Unit:
         """``method(module, *args, **kwargs)`` with the full parameters."""
         if self._runs:  # a module of this unit that contains itself, or calls the unit's module
             return method(module, *args, **kwargs)
-        order, recomputes = Order.current.get(), False
+        order, recomputes = UnitOrder.current.get(), False
         if outermost := order is None:
             # The unit of a model that is called by itself, when the model has been: mx.checkpoint calls it once more.
             order, recomputes = self._order(), self._order() is not None
-            order = order or Order.of(_traced_in(([slot.array for slot in self._slots()], args, kwargs))[0])
+            order = order or UnitOrder.of(_traced_in(([slot.array for slot in self._slots()], args, kwargs))[0])
         else:
             self._order = ref(order)
-        self._runs, token = True, Order.current.set(order)
+        self._runs, token = True, UnitOrder.current.set(order)
         try:
             # MLX traces all arguments of the function that is differentiated. Before the first unit that is trained no
             # gradient is wanted, unless what the model itself is called with has one.
@@ -139,11 +128,11 @@ class Unit:
                 return method(module, *args, **kwargs)
         finally:
             self._runs = False
-            Order.current.reset(token)
+            UnitOrder.current.reset(token)
 
     def _call_traced(
         self,
-        order: Order,
+        order: UnitOrder,
         recomputes: bool,
         module: nn.Module,
         method: Callable[..., Tree],
@@ -182,7 +171,7 @@ class Unit:
         with _placed(slots, [array for arrays in fulls for array in arrays]):
             yield
 
-    def gather(self, order: Order, flat: FlatShards, shards: Arrays, *after: mx.array) -> mx.array:
+    def gather(self, order: UnitOrder, flat: FlatShards, shards: Arrays, *after: mx.array) -> mx.array:
         """All ranks' shards: the vector of the full parameters."""
         step = micro_batches.current() if self.stage < 3 else None
         if step and id(flat) in step.parameters:
@@ -206,16 +195,16 @@ class Unit:
         step.gradients[key] = total
         return None
 
-    def reduce(self, order: Order, flat: FlatShards, packed: mx.array) -> mx.array:
+    def reduce(self, order: UnitOrder, flat: FlatShards, packed: mx.array) -> mx.array:
         """This rank's shard of the mean over the ranks."""
         total = order.carry_out(self.channel.scatter, packed).astype(flat.dtype, stream=UnitChannel.stream)
         return self._mean(order, total)
 
-    def average(self, order: Order, array: mx.array) -> mx.array:
+    def average(self, order: UnitOrder, array: mx.array) -> mx.array:
         """The mean of what every rank has."""
         return self._mean(order, order.carry_out(self.channel.add_up, array))
 
-    def _mean(self, order: Order, total: mx.array) -> mx.array:
+    def _mean(self, order: UnitOrder, total: mx.array) -> mx.array:
         if self.replicas:
             total = order.carry_out(self.replicas.add_up, total)
         return mx.divide(total, self.ranks, stream=UnitChannel.stream)
@@ -224,7 +213,7 @@ class Unit:
 class _Pass:
     """One call of a unit in a function that is differentiated, from the forward to the backward pass."""
 
-    def __init__(self, unit: Unit, order: Order, reshards: bool) -> None:
+    def __init__(self, unit: Unit, order: UnitOrder, reshards: bool) -> None:
         self.unit, self.order, self.reshards = unit, order, reshards
         self.shards = [flat.shards() for flat in unit.flats]
         self._fulls: list[Arrays] = []

@@ -3,8 +3,8 @@
 Gradients leave in the order of the backward pass, while it goes on.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from math import inf, prod
 from numbers import Real
@@ -17,14 +17,14 @@ from mlx.utils import tree_flatten, tree_map
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 
 from . import micro_batches
 from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, reduced_over
 from .gradient_buckets import sum_dtype
+from .model_outputs import outputs_through
 
-__all__ = ["Part", "StepGradients", "ends_all"]
+__all__ = ["Part", "StepGradients"]
 
 Part = tuple[tuple, dict[str, Any]]  # the arguments of a micro-batch
 
@@ -37,6 +37,7 @@ class StepGradients:
         self._values: list[Any] = []
         self._kept = micro_batches.Kept()
         self._is_weighted = False
+        self._terms = 0  # of stage_loss
         self._noted: list[int] | None = None
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -49,18 +50,14 @@ class StepGradients:
         tree = model.trainable_parameters()
         parameters: Any = tree_flatten(tree)
         is_new = not averaging.is_for(parameters)
-        facts: list[Any] = []
+        facts: dict[str, object] = {}
         if is_new:
-            averaging.agree_on_unit(_elements(args, kwargs))
-        with self._agreed(facts) if is_new else self._ends_all():
+            found = averaging.agree_on_parameters(parameters, _elements(args, kwargs))
+        with agreed(NAME, averaging.ranks, facts) if is_new else self._ends_all():
             parts = micro_batches.split(NAME, self._count, args, kwargs)
-            if is_new:
-                found = averaging.gradients(parameters)
-                # Shards differ between ranks, but not along the axes over which they are averaged here.
-                axes = tuple(averaging.axes)
-                facts += sorted((g.path, str(g.dtype), g.over, g.shape if g.over == axes else ()) for g in found)
             order = self._begin(tree, parts, is_new)
-            facts.append(self._is_weighted)
+            facts["number of calls of stage_loss"] = self._terms
+            facts["result of fn"] = "(loss, tokens)" if self._is_weighted else "a loss without tokens"
         if is_new:
             averaging.agree_on_order(parameters, found, order)
         with self._ends_all():
@@ -73,12 +70,16 @@ class StepGradients:
         averages = iter(self._averaged(parameters, sums))
         return self._value(), tree_map(lambda _: next(averages), tree)
 
-    def _agreed(self, facts: list[Any]) -> AbstractContextManager[None]:
-        """What fails on one rank fails on all, and ``facts`` are the same on those that average."""
-        return agreed(NAME, self._averaging.everyone, facts)
-
-    def _ends_all(self) -> AbstractContextManager[None]:
-        return ends_all(self._averaging.everyone)
+    @contextmanager
+    def _ends_all(self) -> Iterator[None]:
+        """An exception within ends the operations of all ranks, with its text: others may wait for this one's
+        gradients."""
+        try:
+            yield
+        except Exception as error:
+            if (ranks := self._averaging.ranks).size() > 1:
+                ranks.abort(f"{NAME}: {type(error).__name__}: {error}")
+            raise
 
     def _begin(self, tree: Any, parts: list[Part], is_new: bool) -> list[int]:
         """The first micro-batch; the numbers of the gradients in the order in which they are ready, if it is new."""
@@ -104,7 +105,7 @@ class StepGradients:
 
         def loss(parameters: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[mx.array, Any]:
             model.update(parameters if self._noted is None else self._watched(parameters))
-            value = self._fn(*args, **kwargs)
+            value = self._called(args, kwargs)
             return self._weighted(value), value
 
         try:
@@ -117,6 +118,22 @@ class StepGradients:
         flat: Any = tree_flatten(gradients)
         return self._counted(value, dict(enumerate(flat)))
 
+    def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What fn returns. Backward, the cotangents of the model's outputs are zero where there are no tokens: the mean
+        of none is not a number, and it would reach the gradients of other ranks by way of what they communicate."""
+        if not (self._averaging.is_context_parallel or any(True for _ in reduced_over(self._averaging.model))):
+            return self._fn(*args, **kwargs)
+        value: Any = None
+
+        def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
+            if not isinstance(value, tuple):
+                return list(cotangents)
+            return [mx.where(_tokens(value[1]) > 0, one, mx.zeros((), one.dtype)) for one in cotangents]
+
+        with outputs_through(self._averaging.model, lambda output: with_gradients(backward, [output])[0]):
+            value = self._fn(*args, **kwargs)
+        return value
+
     def _weighted(self, value: Any) -> mx.array:
         """The loss that is differentiated, of what fn has returned."""
         if not isinstance(value, tuple):
@@ -128,9 +145,10 @@ class StepGradients:
     def _counted(self, value: Any, gradients: dict[int, tuple[str, mx.array]]) -> dict[int, mx.array]:
         """Gradients, which come with their paths: zero if there are no tokens, since the mean of none is not a number.
 
-        A shard's has that of other ranks in it.
+        A shard's has that of other ranks in it, and so has each gradient where ranks share sequences: other ranks'
+        targets attend to this one's keys. There :meth:`_called` has left out what is not a number.
         """
-        if not isinstance(value, tuple):
+        if not isinstance(value, tuple) or self._averaging.is_context_parallel:
             return {place: array for place, (_, array) in gradients.items()}
         counts = _tokens(value[1]) > 0
         shards = {path for path, _ in reduced_over(self._averaging.model)}
@@ -164,6 +182,8 @@ class StepGradients:
             if ranks > 1:
                 tokens = averaging.channel(tuple(averaging.axes)).add_up(tokens, 0)
                 mx.async_eval(tokens)
+            has_any = mx.greater(tokens, 0, stream=stream)  # otherwise gradients are zero
+            tokens = mx.where(has_any, tokens, mx.ones((), tokens.dtype), stream=stream)
             divisor = mx.divide(tokens, ranks * self._averaging.unit_of_tokens, stream=stream)
         waiting = self._waiting()
         for bucket in plan.buckets:
@@ -198,19 +218,9 @@ class StepGradients:
         tokens = [_tokens(value[1]) for value in self._values]
         losses = [mx.where(n > 0, value[0] * n, 0) for n, value in zip(tokens, self._values)]
         total = sum(value[1] for value in self._values)
-        loss = mx.divide(sum(losses), sum(tokens)).astype(first[0].dtype)
+        counted: Any = sum(tokens)
+        loss = mx.divide(sum(losses), mx.where(counted > 0, counted, 1)).astype(first[0].dtype)  # 0 of no tokens
         return (loss, total, *(list(others) for others in zip(*(value[2:] for value in self._values))))
-
-
-@contextmanager
-def ends_all(everyone: Group) -> Iterator[None]:
-    """An exception within ends the operations of all ranks, with its text: others may wait for this one's gradients."""
-    try:
-        yield
-    except Exception as error:
-        if everyone.size() > 1:
-            everyone.abort(f"{NAME}: {type(error).__name__}: {error}")
-        raise
 
 
 def _tokens(tokens: Any) -> mx.array:

@@ -29,9 +29,14 @@ class Step:
 
     Attributes:
         tokens: of all ranks together.
+        computed: how many tokens the model has computed for them, on all ranks together, prompts that are no targets
+            included; ``None``: ``tokens``.
+        flops: of one of these tokens; ``None``: those that were given for all steps.
     """
 
     tokens: int
+    computed: float | None = None
+    flops: FlopsPerToken | None = None
 
 
 class Throughput:
@@ -61,8 +66,8 @@ class Throughput:
         group: all ranks that train; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: an argument is no such number, the ranks have different ones, or the tuning file is malformed;
-            the same on all ranks.
+        InvalidArgument: an argument is no such number, or the tuning file is malformed; the same on all ranks.
+        Mismatch: the ranks have different ones.
     """
 
     def __init__(
@@ -116,6 +121,10 @@ class Throughput:
         self._counted += np.maximum(self._counters() - before, 0)  # 0: a group has gone meanwhile
         self._steps += 1
         self._tokens += tokens
+        if self._flops is not None:
+            flops = measured.flops or self._flops
+            computed = tokens if measured.computed is None else measured.computed
+            self._computed += computed * np.array([flops.total, flops.total + self._recompute * flops.forward])
 
     def measure_compute(self, step: Callable[[], object], repeats: int = 3) -> float:
         """Seconds that the computation of a step takes: with them, reports say how much communication is hidden.
@@ -169,6 +178,7 @@ class Throughput:
         if steps[0] == 0:
             raise InvalidArgument("Throughput.report: there was no step since the last report")
         self._trained_tokens += self._tokens
+        computed = self._computed
         self._begin()
         seconds = nanoseconds.max() / 1e9
         found = {
@@ -184,8 +194,7 @@ class Throughput:
             found["communication_exposed"] = (exposed / nanoseconds).mean()
             found["communication_hidden"] = found["communication"] - found["communication_exposed"]
         if self._flops is not None:
-            per_token = self._flops.total, self._flops.total + self._recompute * self._flops.forward
-            model, hardware = (flops * found["tokens_per_second"] / 1e12 for flops in per_token)
+            model, hardware = computed / seconds / 1e12
             found["tflops"] = model
             if self._peak_tflops is not None:
                 found |= {"mfu": model / self._peak_tflops, "hfu": hardware / self._peak_tflops}
@@ -194,6 +203,7 @@ class Throughput:
     def _begin(self) -> None:
         self._steps = self._tokens = self._nanoseconds = 0
         self._counted = np.zeros(len(_COUNTERS), np.int64)
+        self._computed = np.zeros(2)  # FLOPs of the model, and with those that are repeated
 
     def _counters(self) -> np.ndarray:
         """Of all groups of this process."""

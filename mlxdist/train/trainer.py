@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlxdist.debug import NanGuard
 from mlxdist.nn.context import shard_sequence
+from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.mesh import mesh as make_mesh
@@ -23,24 +24,36 @@ from mlxdist.runtime.step import set_step
 
 from .batches import Batches
 from .checkpoint import Checkpoints
+from .checkpoint.ranks import gather
 from .clipping import clip_grad_norm
 from .config import TrainConfig
 from .control import Control
 from .datasets import load_dataset
+from .fingerprint import Fingerprint
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
 from .model import make_model, make_optimizer, open_tokenizer, save_trained
-from .report import Report
+from .preflight import RowCounts, check_folders, check_settings, check_tokens, count_rows, show
+from .report import Report, is_due
+from .router_balance import RouterBalance
+from .rows import Dataset
 from .seeds import Seeds
 from .throughput import Throughput
 from .training_step import value_and_grad
 
 __all__ = ["masked_loss", "train"]
 
+# What begins from the start where these have changed.
+_NEW_WITH = {"optimizer": {"optimizer", "precision"}, "batches": {"data", "tokenizer", "max_seq_length", "pack"}}
 
-def train(config: TrainConfig) -> float:
+
+def train(config: TrainConfig, *, check: bool = False) -> float:
     """Trains a model of mlx-lm as a configuration says. All ranks of the job call it, also a single one.
+
+    Args:
+        check: do what comes before the first step, which finds what is wrong, and print what is known then: memory,
+            parameters, steps, tokens. Nothing is trained or written.
 
     Returns:
         The mean loss of the last step; NaN if there was none.
@@ -49,15 +62,24 @@ def train(config: TrainConfig) -> float:
         InvalidArgument: the configuration does not fit the ranks, the model or the data. On all ranks, before any work.
     """
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    with agreed("train", mesh.group):
+        check_settings(config)
+        check_folders(config)
+    fingerprint = Fingerprint(config, mesh)
+    tokenizer = open_tokenizer(config, mesh.group)
     seeds = Seeds(config.seed, mesh=mesh)
-    batches, validation = _batches(config, seeds.seed, mesh)
+    batches, validation, counts = _batches(config, tokenizer, seeds.seed, mesh)
     model, flops = make_model(config, seeds.seed, mesh)
+    check_tokens(counts, model, tokenizer, config, mesh)
     optimizer = make_optimizer(config, model, mesh)
 
     data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
     loss_of = partial(masked_loss, cp=mesh["cp"])
     mixed = optimizer if isinstance(optimizer, MixedPrecision) else None
-    trained_loss = loss_of if mixed is None else partial(_scaled_loss, loss_of, mixed)
+    trained_loss: Callable = loss_of
+    if config.router_aux_loss_coef:
+        trained_loss = partial(loss_of, routers=RouterBalance(model), coefficient=config.router_aux_loss_coef)
+    trained_loss = trained_loss if mixed is None else partial(_scaled_loss, trained_loss, mixed)
     loss_and_gradients = value_and_grad(
         model,
         trained_loss,
@@ -67,14 +89,25 @@ def train(config: TrainConfig) -> float:
     )
     # A scaled loss has a guard of its own.
     guard = None if mixed is not None and mixed.is_scaled else GradientGuard(mesh.group)
-    throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
-    state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
-    settings, stopped = config.checkpoints, False
+    throughput = Throughput(flops(config.max_seq_length), recompute=float(config.grad_checkpoint), group=mesh.group)
+    state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds, "fingerprint": fingerprint}
+    settings, accumulate, stopped = config.checkpoints, config.grad_accumulation_steps, False
     loss: float | None = None
     with ExitStack() as stack:
-        checkpoints = Checkpoints(settings.directory, mesh=mesh, keep=settings.keep, trainable_only=True)
+        checkpoints = Checkpoints(
+            settings.directory,
+            mesh=mesh,
+            keep=settings.keep,
+            keep_every=settings.keep_every or None,
+            trainable_only=True,
+        )
         stack.enter_context(checkpoints)
-        checkpoints.load(state, other_run=settings.resume)
+        _resume(config, checkpoints, state)
+        if not check or all(gather(Path(settings.directory).expanduser().is_dir(), mesh.group)):
+            checkpoints.lock(batches.step)
+        if check:
+            show(config, counts, model, optimizer, mesh)
+            return math.nan
         control = stack.enter_context(_control(config, mesh))
         report = stack.enter_context(Report(config, batches.step, mesh.group))
         every = config.control.nan_guard_every
@@ -92,7 +125,8 @@ def train(config: TrainConfig) -> float:
                 checkpoints.save(batches.step, state)
             if stopped := decision.stop:
                 break
-            if batches.step * config.grad_accumulation_steps % config.steps_per_eval == 0:
+            iteration, before = (step * accumulate for step in (batches.step, batches.before(batches.step)))
+            if batches.step == 0 or is_due(iteration, before, config.steps_per_eval):
                 validate()
             batch, lengths = next(batches)
             seeds.set_step(batches.step)
@@ -101,11 +135,15 @@ def train(config: TrainConfig) -> float:
                 if mixed is not None:
                     mean, gradients = mean / mixed.loss_scale, mixed.unscale(gradients)
                 clipped, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
+                mx.eval(norm)  # before what follows also on a stage that has nothing to train, and does not need it
                 if guard is None or guard.check(gradients, norm=norm, loss=mean):
                     optimizer.update(model, clipped)
-                sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
+                computed = (lengths[:, 1] - 1).astype(mx.float32)
+                parts = [mean * tokens, tokens, computed.sum(), computed.square().sum()]
+                sums = all_sum(mx.stack([part.astype(mx.float32) for part in parts]), group=data)
                 mx.eval(model.trainable_parameters(), optimizer.state, sums)
-                step.tokens = int(sums[1])
+                step.tokens, step.computed = int(sums[1]), float(sums[2]) / mesh.size("cp")
+                step.flops = flops(float(sums[3] / sums[2]))
                 if nan_guard is not None:
                     nan_guard.check()
             loss = float(sums[0] / sums[1])
@@ -118,7 +156,31 @@ def train(config: TrainConfig) -> float:
     return math.nan if loss is None else loss
 
 
-def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any) -> tuple[mx.array, mx.array]:
+def _resume(config: TrainConfig, checkpoints: Checkpoints, state: dict[str, Any]) -> None:
+    """Goes on where the last checkpoint is, if there is one, with the learning rate of the configuration."""
+    settings = config.checkpoints
+    step = checkpoints.load({"fingerprint": state["fingerprint"]}, other_run=settings.resume)
+    if step is None:
+        return
+    changed = state["fingerprint"].changes(settings.allow_changes)
+    batches: Batches = state["batches"]
+    fresh = {name for name, what in _NEW_WITH.items() if changed & what}
+    checkpoints.load({name: part for name, part in state.items() if name not in fresh}, other_run=settings.resume)
+    if "batches" in fresh:
+        batches.restore(batches.state | {"step": step})
+    if not config.lr_schedule:
+        state["optimizer"].learning_rate = config.learning_rate
+
+
+def masked_loss(
+    model: nn.Module,
+    batch: mx.array,
+    lengths: mx.array,
+    *,
+    cp: Any,
+    routers: RouterBalance | None = None,
+    coefficient: float = 0.0,
+) -> tuple[mx.array, mx.array]:
     """The loss of this rank's part of each sequence, as mlx-lm's ``default_loss``: (mean cross entropy, targets).
 
     What mlx-lm counts as one more target, the padding behind the last token, is none here: otherwise the loss would
@@ -128,17 +190,22 @@ def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any
         batch: token ids (rows, width), the same on all ranks of ``cp``.
         lengths: (rows, 2), as mlx-lm has them: the offset of the first target, and the number of tokens.
         cp: the ranks that share each sequence.
+        routers: of the model, whose balance loss is added ``coefficient`` times, of each sequence by its targets.
     """
     steps = mx.arange(1, batch.shape[1])
-    mask = mx.logical_and(steps >= lengths[:, 0:1], steps < lengths[:, 1:])
+    is_token = steps < lengths[:, 1:]
+    mask = mx.logical_and(steps >= lengths[:, 0:1], is_token)
     parts = [batch[:, :-1], batch[:, 1:], mask]
     if cp.size() > 1:
         padding = -(batch.shape[1] - 1) % (2 * cp.size())
         parts = [shard_sequence(mx.pad(part, [(0, 0), (0, padding)]), 1, cp) for part in parts]
     inputs, targets, mask = parts
-    losses = nn.losses.cross_entropy(model(inputs), targets).astype(mx.float32) * mask
+    with routers.watching(is_token) if routers else nullcontext():
+        logits = model(inputs)
+    losses = nn.losses.cross_entropy(logits, targets).astype(mx.float32) * mask
     tokens = mask.sum()
-    return losses.sum() / mx.maximum(tokens, 1), tokens
+    loss = losses.sum() / mx.maximum(tokens, 1)
+    return (loss + coefficient * routers.loss(mask.sum(1)) if routers else loss), tokens
 
 
 def _scaled_loss(loss_of: Callable, mixed: MixedPrecision, *args: Any) -> tuple[mx.array, mx.array]:
@@ -159,10 +226,17 @@ def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, data: Group,
     return float(total[0] / total[1])
 
 
-def _batches(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[Batches, Callable[[], Batches] | None]:
-    """Those to train with, and what makes those to validate with."""
-    tokenizer = open_tokenizer(config, mesh.group)
-    load = partial(load_dataset, config.data, tokenizer, mask_prompt=config.mask_prompt, group=mesh.group)
+def _batches(
+    config: TrainConfig, tokenizer: Any, seed: int, mesh: Mesh
+) -> tuple[Batches, Callable[[], Batches] | None, dict[str, RowCounts]]:
+    """Those to train with, what makes those to validate with, and what is in both."""
+    counts: dict[str, RowCounts] = {}
+
+    def load(split: str) -> Dataset:
+        dataset = load_dataset(config.data, tokenizer, split, mask_prompt=config.mask_prompt, group=mesh.group)
+        counts[split] = count_rows(split, dataset, tokenizer, config, mesh)
+        return dataset
+
     make = partial(Batches, max_seq_length=config.max_seq_length, packed=config.pack, mesh=mesh)
     accumulate = config.grad_accumulation_steps
     batches = make(
@@ -173,11 +247,11 @@ def _batches(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[Batches, Calla
         rank_shares=None if config.rank_shares == "equal" else config.rank_shares,
         skip_steps=config.skip_steps,
     )
-    if config.val_batches == 0 or not Path(config.data).is_dir():
-        return batches, None
+    if config.val_batches == 0 or not Path(config.data).expanduser().is_dir():
+        return batches, None, counts
     make_validation = partial(make, load("valid"), config.batch_size, shuffle=False, epochs=1)
     make_validation()  # what is wrong with it, before any work
-    return batches, make_validation
+    return batches, make_validation, counts
 
 
 def _control(config: TrainConfig, mesh: Mesh) -> Control:

@@ -47,7 +47,8 @@ def value_and_grad(
 
     A model of :func:`pipeline_parallel` is trained by a schedule, with ``accumulate`` micro-batches. All ranks of
     ``mesh["pp"]`` have the same arguments, and call ``fn``, which calls the model once: there the model is this rank's
-    stage, and what ``fn`` computes after it counts on the last one alone. Gradients of what several stages hold (an
+    stage, and what ``fn`` computes after it counts on the last one alone. What a loss has besides, of parameters or of
+    activations inside the model, each stage gives by :func:`stage_loss`. Gradients of what several stages hold (an
     embedding that is the head, too) are added up.
 
     The call returns while it still computes, as ``mx.async_eval`` does. It cannot be inside ``mx.compile``; what
@@ -56,10 +57,11 @@ def value_and_grad(
     Args:
         model: the trainable parameters have the same paths, shapes and dtypes on all ranks.
         fn: its result is the loss, the mean of this rank's batch; or a tuple of that and the number of tokens (or
-            samples) which it is the mean of, as mlx-lm's ``default_loss`` returns it, and of anything else. (Under
-            :func:`fully_shard` the loss of no tokens has to be a number, such as 0.) With
-            tokens the gradients are those of the mean over the tokens of all ranks: ranks may have unequal shares,
-            also none. That takes one more message of 4 bytes. Without, all ranks count the same.
+            samples) which it is the mean of, as mlx-lm's ``default_loss`` returns it, and of anything else. (The loss
+            of no tokens may be NaN; with :func:`fully_shard` and ``context_parallel`` only if it is made of what
+            ``model(...)`` returns.) With tokens the gradients are those of the mean over the tokens of all ranks: ranks
+            may have unequal shares, also none; gradients are zero if no rank has any. That takes one more message of
+            4 bytes. Without, all ranks count the same.
         group: the ranks to average over; ``None``, without ``mesh``, is the group of ``mlxdist.init()``.
         mesh: instead of ``group``: averaged over its axes dp, fsdp and cp.
         accumulate: into how many micro-batches the arrays among the arguments are split, along their first axis. Their
@@ -74,12 +76,15 @@ def value_and_grad(
         the mean loss, all tokens, and a list of each other value), and the gradients: a tree as
         ``model.trainable_parameters()``, bitwise the same on all ranks.
 
-        It raises InvalidArgument, on all ranks, if in the first call ``fn`` fails on one, or the ranks' parameters
-        differ; if arrays do not divide into micro-batches; if the tokens are not one number. What ``fn`` raises
-        later on one rank ends the operations of all ranks: the others raise Aborted with its text.
+        It raises InvalidArgument, on all ranks, if in the first call ``fn`` fails on one, or stages would lose a term
+        of the loss that :func:`stage_loss` does not give; if arrays do not divide into micro-batches; if the tokens
+        are not one number. It raises Mismatch, on all ranks and with the first parameter that differs, if in the first
+        call, or after parameters were frozen, the ranks' parameters, their dtypes or which of them are frozen differ.
+        What ``fn`` raises later on one rank ends the operations of all ranks: the others raise Aborted with its text.
 
     Raises:
-        InvalidArgument: on all ranks: an argument is not what it should be on one of them, or they differ.
+        InvalidArgument: on all ranks: an argument is not what it should be on one of them.
+        Mismatch: on all ranks: options differ.
     """
     stage = stage_of(model)
     if mesh is not None and group is None:
@@ -89,8 +94,8 @@ def value_and_grad(
         everyone = group_of(group)
         axes = {"group": everyone} if everyone.size() > 1 else {}
     plan: Schedule | None = None
-    ranks = mesh.group if stage is not None and stage.stages > 1 and mesh is not None else everyone
-    with agreed(NAME, ranks, accumulate, all_reduce_size, reduce_dtype, schedule):
+    options = {"accumulate": accumulate, "all_reduce_size": all_reduce_size, "reduce_dtype": reduce_dtype}
+    with agreed(NAME, everyone if mesh is None else mesh.group, options | {"schedule": schedule}):
         _check(model, fn, group is not None and mesh is not None, accumulate, all_reduce_size)
         check_reduce_dtype(NAME, reduce_dtype)
         if stage is None and schedule is not None:
@@ -102,7 +107,7 @@ def value_and_grad(
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if plan is not None and stage is not None:
-            return PipelineGradients(averaging, fn, plan, stage, ranks).run(args, kwargs)
+            return PipelineGradients(averaging, fn, plan, stage).run(args, kwargs)
         return StepGradients(averaging, fn, accumulate).run(args, kwargs)
 
     return call

@@ -3,7 +3,7 @@
 #include "ring.h"
 
 int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
-                       mlxdist_handle **handle) {
+                       mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("all_gather", layout);
   if (!status) status = collective_new(group, "all_gather", MLXDIST_ALL_GATHER, layout, 0, -1, &operation);
@@ -16,5 +16,5 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
   } else {
     direct_all_gather(operation, &chunks, in, out);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

@@ -4,7 +4,7 @@
 #include "ring.h"
 
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                       mlxdist_handle **handle) {
+                       mlxdist_call *call) {
   struct reduction reduction;
   struct operation *operation;
   int status = reduction_prepare(&reduction, "all_reduce", group, layout, op);
@@ -30,5 +30,5 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
       direct_all_gather(operation, &reduction.chunks, own, out);
     }
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

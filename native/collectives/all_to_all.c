@@ -7,7 +7,7 @@ static int check_connected(const mlxdist_group *group, const char *name) {
 }
 
 int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
-                       mlxdist_handle **handle) {
+                       mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("all_to_all", layout);
   if (!status) status = check_divisible(group, "all_to_all", layout);
@@ -25,7 +25,7 @@ int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const ml
     operation_send(operation, to, (const char *)in + bytes * (uint64_t)to, bytes);
     operation_receive(operation, from, (char *)out + bytes * (uint64_t)from, bytes);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }
 
 /* The chunks must have sizes, and a sum, of 64 bits. */
@@ -39,7 +39,7 @@ static int check_counts(const mlxdist_group *group, const uint64_t *counts, uint
 }
 
 int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *send_counts, void *out,
-                         const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_handle **handle) {
+                         const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("all_to_all_v", row);
   if (!status) status = check_connected(group, "all_to_all_v");
@@ -68,5 +68,5 @@ int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *s
     from += leaving;
     to += arriving;
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

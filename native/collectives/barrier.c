@@ -5,7 +5,7 @@
 #include "ring.h"
 
 /* Returns once every rank has called it as the same operation. */
-static int run(mlxdist_group *group, int32_t as, mlxdist_handle **handle) {
+static int run(mlxdist_group *group, int32_t as, mlxdist_call *call) {
   struct operation *operation;
   int status = collective_new(group, "barrier", as, 0, 0, -1, &operation);
   if (status) return status;
@@ -16,10 +16,10 @@ static int run(mlxdist_group *group, int32_t as, mlxdist_handle **handle) {
   } else {
     direct_barrier(operation);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }
 
-int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle) { return run(group, MLXDIST_BARRIER, handle); }
+int mlxdist_barrier(mlxdist_group *group, mlxdist_call *call) { return run(group, MLXDIST_BARRIER, call); }
 
 /* All ranks meet: after that this one wants nothing from any other. Another may not know it yet, since the last
  * messages to it were lost: the progress thread goes on sending them, and re-creating queue pairs, until destroy.

@@ -15,7 +15,7 @@ static void scatter_parts(struct operation *operation, const struct chunks *chun
 }
 
 int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,
-                      mlxdist_handle **handle) {
+                      mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("broadcast", layout);
   if (!status) status = check_root(group, "broadcast", root);
@@ -36,5 +36,5 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
     scatter_parts(operation, &chunks, data, root);
     direct_all_gather(operation, &chunks, own, data);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

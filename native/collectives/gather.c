@@ -23,7 +23,7 @@ static void around(struct operation *operation, const char *in, char *out, uint6
 }
 
 int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
-                   mlxdist_handle **handle) {
+                   mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("gather", layout);
   if (!status) status = check_root(group, "gather", root);
@@ -34,5 +34,5 @@ int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdis
   } else {
     to_root(operation, in, out, layout_bytes(layout), root);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

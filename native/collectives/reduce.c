@@ -34,7 +34,7 @@ static void around(struct operation *operation, const struct reduction *reductio
 }
 
 int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                   int32_t root, mlxdist_handle **handle) {
+                   int32_t root, mlxdist_call *call) {
   struct reduction reduction;
   struct operation *operation;
   int status = reduction_prepare(&reduction, "reduce", group, layout, op);
@@ -54,5 +54,5 @@ int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdis
   } else {
     direct_reduce(operation, &reduction, in, out, root);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

@@ -3,7 +3,7 @@
 #include "ring.h"
 
 int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                           mlxdist_handle **handle) {
+                           mlxdist_call *call) {
   struct reduction reduction;
   struct operation *operation;
   int status = reduction_prepare(&reduction, "reduce_scatter", group, layout, op);
@@ -18,5 +18,5 @@ int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, cons
   } else {
     direct_reduce_scatter(operation, &reduction, in, out);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

@@ -26,7 +26,7 @@ static void around(struct operation *operation, char *in, char *out, uint64_t by
 }
 
 int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
-                    mlxdist_handle **handle) {
+                    mlxdist_call *call) {
   struct operation *operation;
   int status = layout_check("scatter", layout);
   if (!status) status = check_root(group, "scatter", root);
@@ -37,5 +37,5 @@ int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdi
   } else {
     from_root(operation, in, out, layout_bytes(layout), root);
   }
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }

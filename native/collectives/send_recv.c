@@ -17,8 +17,7 @@ static int check_half(const mlxdist_group *group, const char *name, const struct
   return layout_check(name, half->layout);
 }
 
-static int transfer(mlxdist_group *group, const char *name, struct half send, struct half recv,
-                    mlxdist_handle **handle) {
+static int transfer(mlxdist_group *group, const char *name, struct half send, struct half recv, mlxdist_call *call) {
   struct operation *operation;
   int status = check_half(group, name, &send);
   if (!status) status = check_half(group, name, &recv);
@@ -30,21 +29,19 @@ static int transfer(mlxdist_group *group, const char *name, struct half send, st
   operation_round(operation);
   if (send.layout) operation_send(operation, send.rank, send.data, layout_bytes(send.layout));
   if (recv.layout) operation_receive(operation, recv.rank, recv.data, layout_bytes(recv.layout));
-  return operation_start(operation, handle);
+  return operation_start(operation, call);
 }
 
-int mlxdist_send(mlxdist_group *group, const void *data, const mlxdist_layout *layout, int32_t to,
-                 mlxdist_handle **handle) {
-  return transfer(group, "send", (struct half){(void *)data, layout, to}, (struct half){0}, handle);
+int mlxdist_send(mlxdist_group *group, const void *data, const mlxdist_layout *layout, int32_t to, mlxdist_call *call) {
+  return transfer(group, "send", (struct half){(void *)data, layout, to}, (struct half){0}, call);
 }
 
-int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t from,
-                 mlxdist_handle **handle) {
-  return transfer(group, "recv", (struct half){0}, (struct half){data, layout, from}, handle);
+int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t from, mlxdist_call *call) {
+  return transfer(group, "recv", (struct half){0}, (struct half){data, layout, from}, call);
 }
 
 int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to, void *recv,
-                     const mlxdist_layout *recv_layout, int32_t from, mlxdist_handle **handle) {
+                     const mlxdist_layout *recv_layout, int32_t from, mlxdist_call *call) {
   return transfer(group, "sendrecv", (struct half){(void *)send, send_layout, to},
-                  (struct half){recv, recv_layout, from}, handle);
+                  (struct half){recv, recv_layout, from}, call);
 }

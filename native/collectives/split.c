@@ -12,7 +12,8 @@ struct split_request {
 };
 
 /* On the internal group beside the parent, so that it does not mix with operations that are in progress there. */
-static int exchange_requests(mlxdist_group *parent, const struct split_request *own, struct split_request *all) {
+static int exchange_requests(mlxdist_group *parent, const struct split_request *own, struct split_request *all,
+                             mlxdist_call *call) {
   struct operation *operation;
   struct wire_descriptor descriptor = layout_describe(WIRE_SPLIT, 0, 0, -1, MLXDIST_DIRECT);
   int status = parent->fully_connected ? MLXDIST_OK : check_ring(parent, "split");
@@ -24,7 +25,7 @@ static int exchange_requests(mlxdist_group *parent, const struct split_request *
   } else {
     ring_all_gather(operation, &chunks, (const char *)own, (char *)all);
   }
-  return operation_start(operation, 0);
+  return operation_start(operation, call);
 }
 
 /* The ranks of the parent with this color, by key, then by rank. */
@@ -42,11 +43,11 @@ static int32_t choose_members(const mlxdist_group *parent, const struct split_re
   return size;
 }
 
-int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_group **result) {
+int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_call *call, mlxdist_group **result) {
   struct split_request requests[GROUP_MAX_RANKS];
   struct split_request own = {.color = color < 0 ? -1 : color, .key = key, .next_id = group->engine->next_group_id};
   *result = 0;
-  int status = exchange_requests(group, &own, requests);
+  int status = exchange_requests(group, &own, requests, call);
   if (status) return status;
   /* One number for all colors: groups with no rank in common may share it. */
   int32_t id = 0;

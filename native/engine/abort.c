@@ -13,11 +13,24 @@ void engine_end_all(struct engine *engine) {
   while (engine->active) operation_end(engine->active, failure_check(&engine->failure));
 }
 
-/* The last transfer to `peer` before those of `operation`: all up to there is well. */
-static uint32_t last_good_transfer(const struct operation *operation, const struct peer *peer) {
-  for (int i = 0; i < operation->out.count; i++)
-    if (operation->out.list[i].group_peer->peer == peer) return operation->out.list[i].number - 1;
-  return operation->group->peers[operation->group->member_of[peer->endpoint.rank]].sent;
+/* The place of an operation as `peer` knows it: of a message, that of what goes there. */
+static bool is_known_to(const struct operation *operation, const struct peer *peer, uint32_t *place) {
+  *place = operation_is_collective(operation) ? operation->place : operation->send_place;
+  return operation_is_collective(operation) ||
+         (operation->out.count && operation->out.list[0].group_peer->peer == peer);
+}
+
+/* The first operation of the group, of the same kind, that has not ended well: all before it is well. */
+static uint32_t first_failed(const struct operation *failed, const struct peer *peer) {
+  const mlxdist_group *group = failed->group;
+  bool collective = operation_is_collective(failed);
+  const struct places *places = &group->peers[group->member_of[peer->endpoint.rank]].sends;
+  uint32_t first = place_on_wire((collective ? group->collectives.taken : places->taken) + 1), place;
+  for (const struct operation *operation = group->engine->active; operation; operation = operation->next)
+    if (operation->group == group && operation_is_collective(operation) == collective &&
+        is_known_to(operation, peer, &place) && !wire_at_least(place, first))
+      first = place;
+  return first;
 }
 
 /* A peer that cannot hear of it this way does so by the side channel. */
@@ -27,10 +40,11 @@ static void send_abort(struct peer *peer, const struct operation *operation, con
   if (!peer->endpoint.usable || !channel_can_send(eager, WIRE_ABORT)) return;
   const mlxdist_group *world = engine_group(peer->engine, 0);
   struct outgoing_message abort = {
-      .kind = WIRE_ABORT, .transfer = world->peers[rank].sent, .payload = message, .length = length};
+      .kind = WIRE_ABORT, .place = place_on_wire(world->collectives.taken + 1), .payload = message, .length = length};
   if (operation && operation->group->member_of[rank] >= 0) {
     abort.group = operation->group->id;
-    abort.transfer = last_good_transfer(operation, peer);
+    abort.index = operation_is_collective(operation) ? 0 : WIRE_MESSAGE;
+    abort.place = first_failed(operation, peer);
   }
   (void)channel_send(eager, &abort);
 }
@@ -46,6 +60,10 @@ static void locate(const struct engine *engine, const struct operation *operatio
 
 void engine_fail(struct engine *engine, const struct operation *operation, int status) {
   locate(engine, operation);
+  engine_fail_all(engine, operation, status);
+}
+
+void engine_fail_all(struct engine *engine, const struct operation *operation, int status) {
   char message[sizeof(struct wire_abort) + ERROR_TEXT_BYTES];
   struct wire_abort abort = {.status = status};
   memcpy(message, &abort, sizeof abort);
@@ -70,5 +88,6 @@ void abort_receive(struct peer *peer, const struct recv_desc *desc) {
   failure_set(&peer->engine->failure, abort.status, text);
   peer->failed = true;
   peer->failed_group = header->group;
-  peer->failed_after = header->transfer;
+  peer->failed_in_message = header->index == WIRE_MESSAGE;
+  peer->failed_from = header->place;
 }

@@ -7,6 +7,9 @@
  * happened, or NULL. */
 void engine_fail(struct engine* engine, const struct operation* operation, int status);
 
+/* The same with a text that says already where that is. */
+void engine_fail_all(struct engine* engine, const struct operation* operation, int status);
+
 /* All operations end with the failure that there is. */
 void engine_end_all(struct engine* engine);
 

@@ -43,8 +43,13 @@ static void describe_wait(const struct engine *engine, const char *name, const s
            late->entered ? "entered it" : "not entered it", status[0] ? " (it is " : "", status, status[0] ? ")" : "");
 }
 
+/* "all_sum #7 of float32 [4] in group 1", whose ranks may be in another group. */
 static struct layout_name name_of(const struct operation *operation) {
-  return layout_name(&operation->receives, operation->sequence);
+  struct layout_name name = layout_name(&operation->receives, operation->sequence);
+  size_t length = strlen(name.text);
+  uint16_t group = operation->group->id & ~GROUP_INTERNAL;
+  if (group) snprintf(name.text + length, sizeof name.text - length, " in group %u", group);
+  return name;
 }
 
 static void warn_of_stall(const struct engine *engine, const char *name, const struct straggler *late, double waited) {

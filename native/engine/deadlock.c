@@ -38,21 +38,38 @@ static struct deadlock_thread *find(struct engine *engine, uint64_t thread) {
 }
 
 struct deadlock_thread *deadlock_enter(const struct operation *operation, bool timed) {
+  static _Thread_local uint64_t id;
+  if (!id) id = thread_id();
   uint64_t thread = own_ident();
   struct deadlock_thread *entry = find(operation->group->engine, thread);
-  if (entry) *entry = (struct deadlock_thread){thread, operation, timed};
+  if (entry) *entry = (struct deadlock_thread){thread, operation, timed, id};
   return entry;
 }
 
-/* "recv of float32 [3] in group 1" */
+/* " in group 1 (ranks 0, 2)" */
+struct group_name {
+  char text[96]; /* has room for eight ranks */
+};
+static struct group_name name_group(const mlxdist_group *group) {
+  struct group_name name = {" in the world"};
+  uint16_t id = group->id & ~GROUP_INTERNAL;
+  const size_t bytes = sizeof name.text;
+  if (!id) return name;
+  int n = snprintf(name.text, bytes, " in group %u (ranks", id);
+  for (int32_t i = 0; i < group->size && i < 8; i++)
+    n += snprintf(name.text + n, bytes - (size_t)n, "%s %d", i ? "," : "", group->members[i]);
+  snprintf(name.text + n, bytes - (size_t)n, "%s)", group->size > 8 ? ", ..." : "");
+  return name;
+}
+
+/* "recv of float32 [3] in group 1 (ranks 0, 2)" */
 static void name(const struct operation *operation, bool receives, char *text, size_t bytes) {
   struct layout_name whole = layout_name(receives ? &operation->receives : &operation->sends, 0);
   const char *kind = operation->out.count == 0 ? "recv" : operation->in.count == 0 ? "send" : "sendrecv";
   const char *array = strstr(whole.text, " of ");
-  uint16_t id = operation->group->id & ~GROUP_INTERNAL;
   int n = operation_is_collective(operation) ? snprintf(text, bytes, "%s", whole.text)
                                              : snprintf(text, bytes, "%s%s", kind, array ? array : "");
-  if (id && (size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, " in group %u", id);
+  if ((size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, "%s", name_group(operation->group).text);
 }
 
 static mlxdist_wait describe(const struct operation *operation, uint64_t now) {
@@ -79,8 +96,10 @@ uint64_t mlxdist_waits(mlxdist_group *group, mlxdist_wait *waits, uint64_t room,
     if (n < room) waits[n] = describe(operation, now);
   for (int i = 0; i < MLXDIST_THREADS; i++) {
     const struct deadlock_thread *entry = &engine->threads[i];
-    threads[i] = (mlxdist_waiting_thread){
-        .thread = entry->thread, .number = entry->operation ? entry->operation->number : 0, .timed = entry->timed};
+    threads[i] = (mlxdist_waiting_thread){.thread = entry->thread,
+                                          .id = entry->id,
+                                          .number = entry->operation ? entry->operation->number : 0,
+                                          .timed = entry->timed};
   }
   engine_unlock(engine);
   return n <= room ? n : UINT64_MAX;
@@ -95,11 +114,11 @@ static bool has_arrived(const struct peer *peer) {
 
 /* The operation in progress that sends this transfer in a round that has not begun. Without one the transfer is on its
  * way: what sends it waits for no operation. */
-static uint64_t sends_later(const struct engine *engine, const struct group_peer *group_peer, uint32_t transfer) {
+static uint64_t sends_later(const struct engine *engine, const struct group_peer *group_peer, uint64_t transfer) {
   for (const struct operation *operation = engine->active; operation; operation = operation->next) {
     if (operation->current + 1 >= operation->round_count) continue;
     for (int i = operation->rounds[operation->current + 1].first_out; i < operation->out.count; i++)
-      if (operation->out.list[i].group_peer == group_peer && operation->out.list[i].number == transfer)
+      if (operation->out.list[i].group_peer == group_peer && transfer_name(&operation->out.list[i]) == transfer)
         return operation->number;
   }
   return UINT64_MAX;
@@ -113,7 +132,10 @@ static uint64_t come(const struct engine *engine, const mlxdist_edge *edge) {
   int32_t member = group->member_of[edge->rank];
   if (member < 0) return UINT64_MAX;
   const struct group_peer *group_peer = &group->peers[member];
-  if (!wire_at_least(edge->receives ? group_peer->sent : group_peer->received, edge->transfer)) return 0;
+  const struct places *places = (edge->transfer & 0xffff) != WIRE_MESSAGE ? &group->collectives
+                                : edge->receives                          ? &group_peer->sends
+                                                                          : &group_peer->receives;
+  if (!places_has_issued(places, (uint32_t)(edge->transfer >> 16))) return 0;
   return edge->receives ? sends_later(engine, group_peer, edge->transfer) : UINT64_MAX;
 }
 

@@ -16,6 +16,7 @@ struct deadlock_thread {
   uint64_t thread;                   /* pthread_self(), which Python calls its ident; 0: none yet */
   const struct operation* operation; /* that it waits for; NULL: for none */
   bool timed;                        /* not longer than a time of its own */
+  uint64_t id;                       /* as the system counts threads */
 };
 
 /* With the lock: this thread waits for the operation, and does so no more. NULL: too many threads wait. */

@@ -44,7 +44,6 @@ static int allocate_peers(struct engine *engine) {
     peer->endpoint.transport = &engine->transport;
     peer->endpoint.rank = rank;
     peer->engine = engine;
-    peer->cts = WIRE_START;
     meeting_init(&peer->meeting);
   }
   return MLXDIST_OK;

@@ -49,9 +49,10 @@ struct engine {
   int32_t next_group_id;                  /* the lowest that no group of this rank has had */
   struct operation *active, *active_last; /* in the order in which they were issued */
   int active_count;
-  uint64_t operations;     /* that have been issued */
-  uint32_t progress_count; /* steps of any operation */
-  int handles_in_progress; /* operations that the program has a handle of */
+  uint64_t unexpected_count; /* messages of all peers that no transfer expects */
+  uint64_t operations;       /* that have been issued */
+  uint32_t progress_count;   /* steps of any operation */
+  int handles_in_progress;   /* operations that the program has a handle of */
   pthread_mutex_t lock;
   atomic_int contenders; /* threads that wait for the lock */
   atomic_int waiters;    /* threads that make progress until their operation has ended */
@@ -65,7 +66,8 @@ struct engine {
   uint32_t next_thread;
   uint64_t timers_ns; /* when the timers were looked at last */
 
-  pthread_t progress; /* the progress thread */
+  pthread_t progress;           /* the progress thread */
+  _Atomic uint64_t progress_id; /* as the system counts threads */
   bool progress_runs;
   pthread_mutex_t progress_lock;
   pthread_cond_t progress_wanted;

@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include "error.h"
+#include "label.h"
 #include "operation.h"
 #include "topology.h"
 
@@ -10,6 +11,12 @@ void group_free(mlxdist_group *group) {
   if (!group) return;
   group_free(group->internal);
   operation_destroy(atomic_load(&group->spare));
+  for (int32_t member = 0; member < group->size && group->peers; member++) {
+    places_free(&group->peers[member].sends);
+    places_free(&group->peers[member].receives);
+  }
+  places_free(&group->collectives);
+  label_forget_threads(group);
   free(group->peers);
   free(group->members);
   free(group->member_of);
@@ -31,14 +38,15 @@ static mlxdist_group *allocate(struct engine *engine, uint16_t id, const int32_t
     group_free(group);
     return 0;
   }
+  places_init(&group->collectives);
   for (int32_t rank = 0; rank < engine->size; rank++) group->member_of[rank] = -1;
   for (int32_t member = 0; member < size; member++) {
     int32_t rank = members[member];
-    struct group_peer group_peer = {
-        .sent = WIRE_START, .received = WIRE_START, .cts = WIRE_START, .collective_seq = WIRE_START};
-    group_peer.peer = rank == engine->rank ? 0 : &engine->peers[rank];
+    struct group_peer *group_peer = &group->peers[member];
+    group_peer->peer = rank == engine->rank ? 0 : &engine->peers[rank];
+    places_init(&group_peer->sends);
+    places_init(&group_peer->receives);
     if (rank == engine->rank) group->rank = member;
-    group->peers[member] = group_peer;
     group->members[member] = rank;
     group->member_of[rank] = member;
   }

@@ -2,9 +2,10 @@
 #pragma once
 
 #include "engine.h"
+#include "label.h"
+#include "places.h"
 
-/* A rank's number travels in 15 bits; connections between every two of more ranks would not fit a device. */
-#define GROUP_MAX_RANKS 256
+#define GROUP_MAX_RANKS MLXDIST_MAX_RANKS
 
 /* Groups beside this one for what must not mix with the operations of the user, such as split. */
 #define GROUP_INTERNAL 0x8000u
@@ -17,12 +18,20 @@ struct group_counters {
   counter wait_ns, operation_ns;
 };
 
-/* The transfers between this rank and one member. */
+/* This rank and one member. */
 struct group_peer {
-  struct peer* peer;       /* NULL for this rank itself */
-  uint32_t sent, received; /* numbers of the last transfers that were issued */
-  uint32_t cts;            /* of the last one to it that it has begun to receive */
-  uint32_t collective_seq; /* of the last ordered collective of the group that was issued here */
+  struct peer* peer;             /* NULL for this rank itself */
+  struct places sends, receives; /* of the messages to and from it */
+  uint32_t counted;              /* the collective that is issued now: its place, */
+  uint16_t outs, ins;            /* and its transfers so far */
+};
+
+/* Threads at a time that a group tells apart. */
+#define GROUP_THREADS 64
+
+struct group_thread {
+  struct thread_life* _Atomic life;
+  uint32_t number; /* in the order of first use, from 1 */
 };
 
 struct mlxdist_group {
@@ -36,7 +45,16 @@ struct mlxdist_group {
   bool fully_connected;     /* a link joins every two members */
   atomic_bool usable;       /* this rank is connected to all of them */
   struct group_counters counters;
-  uint64_t collectives_issued, messages_issued;
+  struct places collectives;
+  _Atomic uint64_t collectives_ended;
+  uint64_t messages_issued;
+  atomic_uint threads_seen; /* that have called operations, */
+  atomic_uint thread_count; /* and those in the list */
+  _Atomic pthread_t first_thread;
+  uint32_t turn_thread; /* that has called the last collective, and */
+  uint64_t turn_begin;  /* the place of its first one since another thread did */
+  bool threads_overlap; /* collectives of two threads have been in progress at a time */
+  struct group_thread threads[GROUP_THREADS];
   double timeout;                  /* of its operations, in seconds; negative: that of the options */
   struct operation* _Atomic spare; /* one that has ended, for the next to use */
   mlxdist_group* internal;
@@ -47,6 +65,13 @@ static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t 
   uint32_t index = id & ~GROUP_INTERNAL;
   mlxdist_group* group = index < engine->groups_capacity ? engine->groups[index] : 0;
   return group && id & GROUP_INTERNAL ? group->internal : group;
+}
+
+/* See label.h. Most groups have one thread that calls operations. */
+static inline uint64_t label_of_call(mlxdist_group* group, uint64_t text, uint64_t place) {
+  bool only = atomic_load_explicit(&group->threads_seen, memory_order_relaxed) == 1 &&
+              pthread_equal(atomic_load_explicit(&group->first_thread, memory_order_relaxed), pthread_self());
+  return only || !place ? text : label_with_thread(group, text, place);
 }
 
 /* A group of the given ranks of the world, known to the engine from now on. */

@@ -1,11 +1,10 @@
 /*
  * Matching: which transfer an arrived message belongs to.
  *
- * A message names its group and transfer. It goes to the transfer that expects it; if none does yet it is unexpected
- * and waits. The collectives of a group must come in one order on all its ranks: each message says which one it belongs
- * to, so that two ranks that are in different operations of a group fail at once. Groups have no order among each
- * other, since each may have threads of its own; ranks that wait for each other in different groups are found by
- * deadlock.h.
+ * A message names its group, the place of its operation in the order of that group (places.h), and which transfer of
+ * the operation it belongs to. It goes to the transfer that expects it; if none does yet it is unexpected and waits.
+ * Two ranks that have issued different operations in one place fail at once. Groups have no order among each other,
+ * since each may have threads of its own; ranks that wait for each other in different groups are found by deadlock.h.
  */
 #pragma once
 
@@ -26,13 +25,14 @@ int matching_free_slots(struct peer* peer);
 /* `transfer` has ended: gives back what it did not take. */
 int matching_remove(struct transfer* transfer);
 
-/* Notes how far the peer has come with the transfers of a group. */
-void matching_on_cts(const struct peer* peer, const struct wire_header* header);
+/* A clear to send has come: for the transfers of an operation here, or of one that is issued later. */
+void matching_on_cts(struct peer* peer, const struct wire_header* header);
+void matching_take_early_cts(struct transfer* transfer);
 
-/* The next acknowledgement says that this rank receives that transfer. There is room for one group in it: what another
- * one has left there is sent first. */
-int matching_send_cts(struct peer* peer, uint16_t group, uint32_t transfer);
+/* The next acknowledgement says that this rank receives that transfer. There is room for one in it: another one that
+ * waits to leave is sent first. */
+int matching_send_cts(const struct transfer* transfer);
 
-/* MISMATCH with a text that names both sides. `theirs` is what `peer` does in the same group. */
-int matching_fail(const struct operation* ours, const struct peer* peer, const struct wire_descriptor* theirs,
-                  uint64_t expected_bytes);
+/* MISMATCH with a text that names both sides. `header` and `theirs` are of what `peer` does in the same place. */
+int matching_fail(const struct operation* ours, const struct peer* peer, const struct wire_header* header,
+                  const struct wire_descriptor* theirs, uint64_t expected_bytes);

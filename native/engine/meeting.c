@@ -63,8 +63,8 @@ void meeting_take_request(struct meeting *meeting, uint64_t request) {
 }
 
 void meeting_read(struct meeting *meeting, const struct wire_header *header) {
-  const uint32_t counts[MEETING_KINDS] = {header->sequence, header->collective_seq};
-  meeting_take_counts(meeting, counts, header->transfer);
+  const uint32_t counts[MEETING_KINDS] = {header->sequence, (uint32_t)header->label};
+  meeting_take_counts(meeting, counts, header->place);
   if (header->flags & WIRE_MEET) meeting_take_request(meeting, header->offset);
 }
 
@@ -73,8 +73,8 @@ bool meeting_write(struct meeting *meeting, struct wire_header *header) {
   meeting_forget_answered(meeting);
   for (int kind = 0; kind < MEETING_KINDS; kind++) meeting->announced[kind] = meeting->arrived[kind];
   header->sequence = meeting->announced[MEETING_COLLECTIVES];
-  header->collective_seq = meeting->announced[MEETING_SENDS];
-  header->transfer = meeting_until(meeting);
+  header->label = meeting->announced[MEETING_SENDS];
+  header->place = meeting_until(meeting);
   if (requests) header->offset = meeting->request;
   return requests || answers;
 }

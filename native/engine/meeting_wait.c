@@ -4,6 +4,7 @@
 #include "acknowledgement.h"
 #include "deadline.h"
 #include "debug.h"
+#include "label.h"
 #include "progress.h"
 #include "thread.h"
 #include "timers.h"
@@ -48,7 +49,6 @@ struct partners {
 };
 
 static _Thread_local struct partners partners;
-static _Thread_local bool is_counted; /* the operation that this thread is about to call */
 
 static uint32_t set_of(const struct engine *engine) { return 1u << engine->rank % MEETING_SET_BITS; }
 
@@ -125,11 +125,10 @@ static inline uint32_t arrive_at_collective(struct engine *engine, struct peer *
  * refused after this stays counted, as it does where it was handed over. */
 void meeting_count(struct operation *operation) {
   const mlxdist_group *group = operation->group;
-  if (is_counted) {
-    is_counted = false;
-    operation->lazy = true;
-  } else if (operation_is_collective(operation)) {
-    for (int32_t member = 0; member < group->size && operation->ordered; member++)
+  bool ordered = !operation->handled && !(group->id & GROUP_INTERNAL);
+  if (operation->lazy) return;
+  if (operation_is_collective(operation)) {
+    for (int32_t member = 0; member < group->size && ordered; member++)
       if (group->peers[member].peer) arrive_at_collective(group->engine, group->peers[member].peer);
   } else {
     for (int i = 0; i < operation->in.count; i++) {
@@ -142,8 +141,6 @@ void meeting_count(struct operation *operation) {
     }
   }
 }
-
-void mlxdist_set_arrived(int32_t arrived) { is_counted = arrived; }
 
 static bool is_here(const struct peer *peer, uint32_t number) {
   return wire_at_least(peer->meeting.there[partners.kind], number);
@@ -166,10 +163,20 @@ static struct peer *member_peer(const mlxdist_group *group, int32_t member) {
   return member >= 0 && member < group->size ? group->peers[member].peer : 0;
 }
 
+static void take_places(mlxdist_group *group, mlxdist_call *call, int32_t to, int32_t from) {
+  bool sends = to >= 0 && to < group->size, receives = from >= 0 && from < group->size;
+  call->enqueued = 1;
+  call->place = from == MLXDIST_ALL ? places_take(&group->collectives) : 0;
+  call->label = label_of_call(group, call->label, call->place);
+  call->send = sends ? places_take(&group->peers[to].sends) : 0;
+  call->receive = receives ? places_take(&group->peers[from].receives) : 0;
+}
+
 /* Leaves in `partners` those that are to be waited for. */
-int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from) {
+int32_t mlxdist_enqueue(mlxdist_group *group, mlxdist_call *call, int32_t to, int32_t from) {
   struct engine *engine = group->engine;
   struct peer *peer;
+  take_places(group, call, to, from);
   partners.count = 0;
   partners.asked = 0;
   partners.begun_ns = partners.look_at_ns = clock_ns();
@@ -185,14 +192,6 @@ int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from) {
   if ((peer = member_peer(group, to))) arrive(engine, peer, &peer->meeting.arrived[MEETING_SENDS]);
   if ((peer = member_peer(group, from))) add(engine, peer, arrive(engine, peer, &peer->meeting.received));
   return partners.count > 0;
-}
-
-void mlxdist_go_back(mlxdist_group *group, int32_t to, int32_t from) {
-  struct peer *peer;
-  for (int32_t member = 0; member < group->size && from == MLXDIST_ALL; member++)
-    if ((peer = member_peer(group, member))) atomic_fetch_sub(&peer->meeting.arrived[MEETING_COLLECTIVES], 1);
-  if ((peer = member_peer(group, to))) atomic_fetch_sub(&peer->meeting.arrived[MEETING_SENDS], 1);
-  if ((peer = member_peer(group, from))) atomic_fetch_sub(&peer->meeting.received, 1);
 }
 
 /* Those that have come leave the list. */
@@ -235,11 +234,10 @@ static bool is_member_here(const mlxdist_group *group, int32_t member) {
   return partners.kind == MEETING_COLLECTIVES && is_here(group->peers[member].peer, partners.numbers[member]);
 }
 
-static bool receives_unsent(const mlxdist_group *group, const mlxdist_group *meets) {
-  for (int32_t member = 0; group && member < group->size; member++) {
-    const struct group_peer *group_peer = &group->peers[member];
-    if (!group_peer->peer || wire_at_least(group_peer->sent, group_peer->cts)) continue;
-    if (group != meets || !is_member_here(meets, member)) return true;
+static bool receives_unsent(const struct peer *peer, const mlxdist_group *meets) {
+  for (uint32_t i = 0; i < peer->early_count; i++) {
+    bool same = peer->early_cts[i].group == meets->id;
+    if (!same || !is_member_here(meets, meets->member_of[peer->endpoint.rank])) return true;
   }
   return false;
 }
@@ -259,12 +257,8 @@ static bool sends_unasked(const struct peer *peer, const mlxdist_group *meets) {
 /* With the lock: whether an operation of another rank waits for one that has not begun here. */
 static bool is_needed(const mlxdist_group *meets) {
   const struct engine *engine = meets->engine;
-  for (uint32_t id = 0; id < engine->groups_capacity; id++) {
-    const mlxdist_group *group = engine->groups[id];
-    if (receives_unsent(group, meets) || (group && receives_unsent(group->internal, meets))) return true;
-  }
   for (int32_t rank = 0; rank < engine->size; rank++)
-    if (sends_unasked(&engine->peers[rank], meets)) return true;
+    if (receives_unsent(&engine->peers[rank], meets) || sends_unasked(&engine->peers[rank], meets)) return true;
   return false;
 }
 

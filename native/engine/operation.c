@@ -2,18 +2,12 @@
 
 #include "debug.h"
 #include "error.h"
+#include "label.h"
 #include "matching.h"
 #include "thread.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-static _Thread_local double thread_timeout = -1;
-static _Thread_local char call_site[FLIGHT_CALL_SITE_BYTES];
-
-void mlxdist_set_timeout(double seconds) { thread_timeout = seconds; }
-
-void mlxdist_set_call_site(const char *text) { strncpy(call_site, text ? text : "", sizeof call_site - 1); }
 
 int operation_new(mlxdist_group *group, const struct wire_descriptor *descriptor, struct operation **result) {
   /* One that has ended is kept, with its lists: allocating them would take as long as a small message. */
@@ -22,8 +16,6 @@ int operation_new(mlxdist_group *group, const struct wire_descriptor *descriptor
   if (!operation) return fail(MLXDIST_RESOURCES, "out of memory for an operation");
   operation->group = group;
   operation->sends = operation->receives = *descriptor;
-  operation->timeout = thread_timeout >= 0 ? thread_timeout : group->timeout;
-  memcpy(operation->call_site, call_site, sizeof operation->call_site);
   *result = operation;
   return MLXDIST_OK;
 }
@@ -107,13 +99,53 @@ char *operation_scratch(struct operation *operation, uint64_t bytes) {
   return operation->scratch;
 }
 
-/* The place among the collectives of the group: one number for the whole operation, wherever it sends to. */
-static void number_collective(struct operation *operation) {
-  const mlxdist_group *group = operation->group;
-  struct transfers *out = &operation->out, *in = &operation->in;
-  for (int32_t member = 0; member < group->size; member++) group->peers[member].collective_seq++;
-  for (int i = 0; i < out->count; i++) out->list[i].collective_seq = out->list[i].group_peer->collective_seq;
-  for (int i = 0; i < in->count; i++) in->list[i].collective_seq = in->list[i].group_peer->collective_seq;
+static uint32_t take(uint64_t taken, struct places *places) {
+  return place_on_wire(taken ? taken : places_take(places));
+}
+
+void operation_place(struct operation *operation, const mlxdist_call *call) {
+  static const mlxdist_call nothing = {.timeout = -1};
+  mlxdist_group *group = operation->group;
+  const struct transfers *out = &operation->out, *in = &operation->in;
+  if (!call) call = &nothing;
+  operation->timeout = call->timeout >= 0 ? call->timeout : group->timeout;
+  operation->lazy = call->enqueued;
+  if (call->call_site) strncpy(operation->call_site, call->call_site, sizeof operation->call_site - 1);
+  if (operation_is_collective(operation)) {
+    operation->sequence = call->place ? call->place : places_take(&group->collectives);
+    operation->place = place_on_wire(operation->sequence);
+  } else {
+    if (out->count) operation->send_place = take(call->send, &out->list[0].group_peer->sends);
+    if (in->count) operation->receive_place = take(call->receive, &in->list[0].group_peer->receives);
+  }
+  bool of_program = !(group->id & GROUP_INTERNAL) && operation->sends.operation != WIRE_FINALIZE;
+  operation->label =
+      of_program && !call->enqueued ? label_of_call(group, call->label, operation->sequence) : call->label;
+}
+
+/* The transfers of the collective in that place are counted for each member. */
+static inline void count_from_0(struct group_peer *group_peer, uint32_t place) {
+  if (group_peer->counted == place) return;
+  group_peer->counted = place;
+  group_peer->outs = group_peer->ins = 0;
+}
+
+static void issue_out(struct transfer *transfer) {
+  const struct operation *operation = transfer->operation;
+  struct group_peer *group_peer = transfer->group_peer;
+  struct endpoint *endpoint = &group_peer->peer->endpoint;
+  if (operation_is_collective(operation)) {
+    count_from_0(group_peer, operation->place);
+    transfer->place = operation->place;
+    transfer->index = group_peer->outs++;
+  } else {
+    transfer->place = operation->send_place;
+    transfer->index = WIRE_MESSAGE;
+  }
+  if (group_peer->peer->early_count) matching_take_early_cts(transfer);
+  if (transfer->bytes >= MR_CACHE_MIN_BYTES) /* all links of a peer are alike */
+    transfer->region =
+        mr_cache_acquire(endpoint->transport, endpoint->links[0].device, transfer->data, transfer->bytes);
 }
 
 static bool sends_to(const struct operation *operation, const struct group_peer *group_peer, int outs) {
@@ -122,24 +154,35 @@ static bool sends_to(const struct operation *operation, const struct group_peer 
   return false;
 }
 
-static void issue_out(struct transfer *transfer) {
-  struct endpoint *endpoint = &transfer->group_peer->peer->endpoint;
-  transfer->number = ++transfer->group_peer->sent;
-  if (transfer->bytes >= MR_CACHE_MIN_BYTES) /* all links of a peer are alike */
-    transfer->region =
-        mr_cache_acquire(endpoint->transport, endpoint->links[0].device, transfer->data, transfer->bytes);
-}
-
 /* `outs`: transfers that leave in the same round or before. */
 static int issue_in(struct transfer *transfer, int outs) {
   const struct operation *operation = transfer->operation;
+  struct group_peer *group_peer = transfer->group_peer;
   int status = MLXDIST_OK;
-  transfer->number = ++transfer->group_peer->received;
+  if (operation_is_collective(operation)) {
+    count_from_0(group_peer, operation->place);
+    transfer->place = operation->place;
+    transfer->index = group_peer->ins++;
+  } else {
+    transfer->place = operation->receive_place;
+    transfer->index = WIRE_MESSAGE;
+  }
   /* The peer holds back what is large until it knows that this rank has come; what is sent to it says so. */
-  if (transfer->bytes > transfer_eager_limit(operation->group->engine) &&
-      !sends_to(operation, transfer->group_peer, outs))
-    status = matching_send_cts(transfer->group_peer->peer, operation->group->id, transfer->number);
+  if (transfer->bytes > transfer_eager_limit(operation->group->engine) && !sends_to(operation, group_peer, outs))
+    status = matching_send_cts(transfer);
   matching_post(transfer);
+  return status;
+}
+
+/* Notes that the places are issued. */
+static int issue_places(struct operation *operation) {
+  const struct transfers *out = &operation->out, *in = &operation->in;
+  if (operation_is_collective(operation)) {
+    return places_issue(&operation->group->collectives, operation->place);
+  }
+  int status = MLXDIST_OK;
+  if (out->count) status = places_issue(&out->list[0].group_peer->sends, operation->send_place);
+  if (in->count && !status) status = places_issue(&in->list[0].group_peer->receives, operation->receive_place);
   return status;
 }
 
@@ -158,17 +201,16 @@ int operation_issue(struct operation *operation) {
   append(engine, operation);
   engine->handles_in_progress += operation->handled;
   operation->number = ++engine->operations;
-  operation->sequence = operation_is_collective(operation) ? ++group->collectives_issued : ++group->messages_issued;
+  if (!operation_is_collective(operation)) operation->sequence = ++group->messages_issued;
   debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", layout_name(&operation->sends, operation->sequence).text,
         group->id & ~GROUP_INTERNAL, operation->call_site[0] ? ", " : "", operation->call_site);
-  if (operation->ordered) number_collective(operation);
-  for (int i = 0; i < operation->out.count; i++) issue_out(&operation->out.list[i]);
-  int status = MLXDIST_OK;
+  int status = issue_places(operation);
+  for (int i = 0; i < operation->out.count && !status; i++) issue_out(&operation->out.list[i]);
   for (int i = 0, round = 0; i < operation->in.count && !status; i++) {
     while (i >= operation->rounds[round].first_in + operation->rounds[round].ins) round++;
     status = issue_in(&operation->in.list[i], operation->rounds[round].first_out + operation->rounds[round].outs);
   }
-  for (int32_t member = 0; member < group->size && operation->ordered && !status; member++) {
+  for (int32_t member = 0; member < group->size && engine->unexpected_count && !status; member++) {
     const struct peer *peer = group->peers[member].peer;
     if (peer && peer->unexpected) status = matching_check_unexpected(peer);
   }
@@ -189,6 +231,13 @@ static void unlink_active(struct engine *engine, const struct operation *operati
   engine->active_count--;
 }
 
+/* With the lock, so that no locked instruction is needed. */
+static inline void count_ended(const struct operation *operation) {
+  if (!operation_is_collective(operation)) return;
+  uint64_t ended = atomic_load_explicit(&operation->group->collectives_ended, memory_order_relaxed);
+  atomic_store_explicit(&operation->group->collectives_ended, ended + 1, memory_order_relaxed);
+}
+
 void operation_end(struct operation *operation, int status) {
   struct engine *engine = operation->group->engine;
   struct group_counters *counters = &operation->group->counters;
@@ -200,6 +249,7 @@ void operation_end(struct operation *operation, int status) {
     if (!status) status = released;
   }
   count(operation_is_collective(operation) ? &counters->collectives : &counters->point_to_point, 1);
+  count_ended(operation);
   uint64_t now = clock_ns();
   if (!status) meeting_heard(operation, now);
   count(&counters->operation_ns, now - operation->started_ns);

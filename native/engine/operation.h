@@ -48,8 +48,7 @@ struct operation {
   } out, in; /* of all rounds */
   void* scratch;
   int status;   /* MLXDIST_OK; while it is written, why it cannot be */
-  bool handled; /* the program has a handle, */
-  bool ordered; /* or its place among the collectives of the group counts */
+  bool handled; /* the program has a handle */
   bool lazy;    /* a thread of MLX carries it out */
   _Atomic int ended;
   atomic_int owners;      /* the engine and the handle */
@@ -62,6 +61,8 @@ struct operation {
   double timeout;         /* in seconds; negative: that of the engine */
   double stall_warned_at; /* seconds without progress at which it is noted next */
   uint64_t sequence;      /* among the collectives of its group, or among the messages; from 1 */
+  uint64_t label;
+  uint32_t place, send_place, receive_place; /* of a collective; of a message to and from its peers (places.h) */
 };
 
 static inline const mlxdist_group* operation_group(const struct operation* operation) { return operation->group; }
@@ -89,7 +90,30 @@ static inline void operation_reduce(struct operation* operation, struct reduce_s
 /* Memory for partial results, freed with the operation. NULL if there is none: operation_start will say so. */
 char* operation_scratch(struct operation* operation, uint64_t bytes);
 
-/* With the lock: it is in progress from now on, and all its transfers get their numbers. */
+/* Whether the member has come to it, as its messages or its clear to send show. */
+static inline bool operation_has_entered(const struct operation* operation, const struct group_peer* group_peer) {
+  for (int i = 0; i < operation->in.count; i++) {
+    const struct transfer* transfer = &operation->in.list[i];
+    if (transfer->group_peer == group_peer && (transfer->started || transfer->arrived)) return true;
+  }
+  for (int i = 0; i < operation->out.count; i++) {
+    const struct transfer* transfer = &operation->out.list[i];
+    if (transfer->group_peer == group_peer && transfer->cleared) return true;
+  }
+  return false;
+}
+
+/* Whether the peer is known to receive the transfer. A member that has sent something of a collective has issued all of
+ * it. */
+static inline bool transfer_is_cleared(const struct transfer* transfer) {
+  return transfer->cleared || (operation_is_collective(transfer->operation) &&
+                               operation_has_entered(transfer->operation, transfer->group_peer));
+}
+
+/* Before it is issued: the places, the label and the deadline of the call, or new ones where it has none. */
+void operation_place(struct operation* operation, const mlxdist_call* call);
+
+/* With the lock: it is in progress from now on, and its transfers are known by its place. */
 int operation_issue(struct operation* operation);
 
 /* With the lock: it is over, well or not. */

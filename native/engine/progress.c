@@ -24,7 +24,7 @@ static int on_message(struct endpoint *endpoint, struct recv_desc *desc) {
 
 static int on_ack(struct endpoint *endpoint, const struct wire_header *header) {
   struct peer *peer = peer_of(endpoint);
-  matching_on_cts(peer, header);
+  if (header->flags & WIRE_CTS) matching_on_cts(peer, header);
   meeting_read(&peer->meeting, header);
   if (meeting_owes_response(&peer->meeting)) {
     endpoint->ack_requested = true;
@@ -35,9 +35,13 @@ static int on_ack(struct endpoint *endpoint, const struct wire_header *header) {
 
 static void fill_ack(struct endpoint *endpoint, struct wire_header *header) {
   struct peer *peer = peer_of(endpoint);
-  header->group = peer->cts_group;
-  header->cts = peer->cts;
-  peer->cts_pending = false;
+  if (peer->has_cts) { /* also the last one again: the acknowledgement before may have been lost with its link */
+    header->flags |= WIRE_CTS;
+    header->group = peer->cts.group;
+    header->index = peer->cts.index;
+    header->cts = peer->cts.place;
+    peer->cts_pending = false;
+  }
   if (meeting_write(&peer->meeting, header)) count(&peer->engine->counters.meeting_messages, 1);
 }
 

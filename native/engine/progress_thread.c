@@ -55,6 +55,7 @@ static void *run(void *argument) {
   struct engine *engine = argument;
   uint64_t nap = 0;
   thread_for_polling();
+  atomic_store(&engine->progress_id, thread_id());
   do {
     nap = turn(engine, nap);
     side_channel_send_reconnects(engine);

@@ -93,20 +93,22 @@ static int run(struct operation *operation) {
   return status;
 }
 
-int operation_start(struct operation *operation, mlxdist_handle **handle) {
+int operation_start(struct operation *operation, mlxdist_call *call) {
   bool alone = operation->out.count == 0 && operation->in.count == 0;
   int status = operation->status;
   if (status) status = fail(status, "out of memory for an operation of %d rounds", operation->round_count);
-  operation->handled = handle != 0;
-  operation->ordered = !handle && operation_is_collective(operation) && !(operation->group->id & GROUP_INTERNAL);
+  bool handled = operation->handled = call && call->starts;
+  if (handled) call->handle = 0;
+  if (!status) operation_place(operation, call);
   if (!status) meeting_count(operation);
   if (!status && !alone && !operation->group->usable) status = connection_make_all(operation);
   operation->started_ns = clock_ns();
-  atomic_store_explicit(&operation->owners, handle && !alone ? 2 : 1, memory_order_relaxed);
-  if (handle) *handle = (mlxdist_handle *)operation;
+  atomic_store_explicit(&operation->owners, handled && !alone ? 2 : 1, memory_order_relaxed);
   if (!status) status = alone ? run_alone(operation) : run(operation);
-  if (handle && !status) return MLXDIST_OK;
-  if (handle) *handle = 0;
+  if (handled && !status) {
+    call->handle = (mlxdist_handle *)operation;
+    return MLXDIST_OK;
+  }
   if (!status) status = outcome(operation);
   operation_recycle(operation);
   return status;

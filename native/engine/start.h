@@ -3,6 +3,6 @@
 
 #include "operation.h"
 
-/* Starts the operation. Without `handle` waits until it has ended. Here, once, it is checked that the group is usable:
- * not finalized, connected, without a failure. */
-int operation_start(struct operation* operation, mlxdist_handle** handle);
+/* Starts the operation, with its place in the order; waits until it has ended, or leaves a handle in `call`. Here,
+ * once, it is checked that the group is usable: not finalized, connected, without a failure. */
+int operation_start(struct operation* operation, mlxdist_call* call);

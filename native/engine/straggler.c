@@ -23,25 +23,11 @@ static const struct transfer *waited_transfer(const struct operation *operation,
   return 0;
 }
 
-/* What it has sent, or that it is ready for what is sent to it, shows that it is there. */
-static bool has_entered(const struct operation *operation, const struct group_peer *group_peer) {
-  for (int i = 0; i < operation->in.count; i++) {
-    const struct transfer *transfer = &operation->in.list[i];
-    if (transfer->group_peer == group_peer && (transfer->started || transfer->arrived)) return true;
-  }
-  for (int i = 0; i < operation->out.count; i++) {
-    const struct transfer *transfer = &operation->out.list[i];
-    if (transfer->group_peer == group_peer && wire_at_least(group_peer->cts, transfer->number)) return true;
-  }
-  return false;
-}
-
 /* What waits for a slot, or for an acknowledgement, does without the peer's program. */
 static bool needs_entry(const struct transfer *transfer, bool receives) {
   if (receives) return true;
   return transfer->done < transfer->bytes &&
-         transfer->done >= transfer_eager_limit(transfer->operation->group->engine) &&
-         !wire_at_least(transfer->group_peer->cts, transfer->number);
+         transfer->done >= transfer_eager_limit(transfer->operation->group->engine) && !transfer_is_cleared(transfer);
 }
 
 struct straggler operation_straggler(const struct operation *operation) {
@@ -49,8 +35,8 @@ struct straggler operation_straggler(const struct operation *operation) {
   const struct transfer *transfer = waited_transfer(operation, &receives);
   if (!transfer) return (struct straggler){.rank = -1, .entered = true};
   return (struct straggler){.rank = transfer->group_peer->peer->endpoint.rank,
-                            .entered = has_entered(operation, transfer->group_peer),
+                            .entered = operation_has_entered(operation, transfer->group_peer),
                             .receives = receives,
                             .needs_entry = needs_entry(transfer, receives),
-                            .transfer = transfer->number};
+                            .transfer = transfer_name(transfer)};
 }

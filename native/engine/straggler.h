@@ -10,7 +10,7 @@ struct straggler {
   int32_t rank;      /* of the world, -1: none in particular */
   bool entered;      /* something of this operation has come from it */
   bool receives;     /* the transfer comes from it, */
-  uint32_t transfer; /* and is that one; else it goes to it */
+  uint64_t transfer; /* and is that one (mlxdist_wait); else it goes to it */
   bool needs_entry;  /* the operation cannot go on before the rank has issued the transfer */
 };
 

@@ -2,6 +2,7 @@
 
 #include "credit.h"
 #include "error.h"
+#include "label.h"
 #include "matching.h"
 #include "operation.h"
 #include "receive.h"
@@ -46,9 +47,8 @@ static struct channel *channel_of(const struct transfer *transfer) {
 }
 
 static bool may_send(const struct transfer *transfer, const struct channel *channel) {
-  bool asked = transfer->done < transfer_eager_limit(transfer->operation->group->engine) ||
-               wire_at_least(transfer->group_peer->cts, transfer->number);
-  return asked && channel_can_send(channel, WIRE_DATA);
+  return (transfer->done < transfer_eager_limit(transfer->operation->group->engine) || transfer_is_cleared(transfer)) &&
+         channel_can_send(channel, WIRE_DATA);
 }
 
 /* Where the result takes their place, each result waits until its piece is confirmed. While several others are on their
@@ -62,6 +62,12 @@ static bool leaves_uncopied(const struct transfer *transfer, const struct channe
          verbs->is_by_memory(channel->qp);
 }
 
+/* Whether a message is exchanged for one of the same peer. */
+static bool receives_from(const struct operation *operation, const struct transfer *transfer) {
+  return transfer->index == WIRE_MESSAGE && operation->in.count &&
+         operation->in.list[0].group_peer == transfer->group_peer;
+}
+
 /* Sends the next piece, if there is a slot and a receive for it. */
 static int push(struct operation *operation, struct transfer *transfer, bool in_place, bool *progressed) {
   if (transfer->started && transfer->done == transfer->bytes) return MLXDIST_OK;
@@ -71,15 +77,18 @@ static int push(struct operation *operation, struct transfer *transfer, bool in_
   struct wire_descriptor descriptor;
   struct outgoing_message message = {
       .kind = WIRE_DATA,
-      .flags = operation->ordered ? WIRE_ORDERED : 0,
       .group = operation->group->id,
-      .transfer = transfer->number,
-      .cts = transfer->group_peer->received,
-      .collective_seq = transfer->collective_seq,
+      .index = transfer->index,
+      .place = transfer->place,
       .offset = transfer->done,
+      .label = operation->label,
       .payload = transfer->data ? transfer->data + transfer->done : 0, /* a barrier sends nothing */
       .length = (uint32_t)at_most(left, piece),
   };
+  if (receives_from(operation, transfer)) {
+    message.flags = WIRE_CTS;
+    message.cts = operation->receive_place;
+  }
   if (!transfer->started) {
     descriptor = operation->sends;
     descriptor.bytes = transfer->bytes;
@@ -111,18 +120,11 @@ static int check_first(struct operation *operation, struct transfer *transfer, c
   const struct peer *peer = transfer->group_peer->peer;
   const struct wire_header *header = recv_header(desc);
   const struct wire_descriptor *theirs = recv_descriptor(desc);
-  bool ordered = header->flags & WIRE_ORDERED;
   if (!theirs || header->offset != 0)
-    return fail(MLXDIST_TRANSPORT, "rank %d received transfer %u from rank %d without its beginning",
-                operation->group->engine->rank, transfer->number, peer->endpoint.rank);
-  if (!describes(&operation->receives, theirs, transfer->bytes))
-    return matching_fail(operation, peer, theirs, transfer->bytes);
-  if (ordered && operation->ordered && header->collective_seq != transfer->collective_seq)
-    return fail(MLXDIST_MISMATCH,
-                "ranks disagree on the order of the collectives of group %u: the same one is number "
-                "%u on rank %d and %u on rank %d",
-                operation->group->id, transfer->collective_seq - WIRE_START, operation->group->engine->rank,
-                header->collective_seq - WIRE_START, peer->endpoint.rank);
+    return fail(MLXDIST_TRANSPORT, "rank %d received transfer %u of operation %u from rank %d without its beginning",
+                operation->group->engine->rank, transfer->index, transfer->place - WIRE_START, peer->endpoint.rank);
+  if (!describes(&operation->receives, theirs, transfer->bytes) || !label_matches(operation->label, header->label))
+    return matching_fail(operation, peer, recv_header(desc), theirs, transfer->bytes);
   transfer->started = true;
   return MLXDIST_OK;
 }
@@ -144,9 +146,9 @@ static int next_piece(struct operation *operation, struct transfer *transfer, st
       header->length == at_most(transfer->bytes - transfer->done, piece_bytes(transfer)))
     return MLXDIST_OK;
   return fail(MLXDIST_TRANSPORT,
-              "rank %d expected transfer %u at byte %llu from rank %d and received byte %llu (%u "
+              "rank %d expected operation %u at byte %llu from rank %d and received byte %llu (%u "
               "bytes)",
-              operation->group->engine->rank, transfer->number, (unsigned long long)transfer->done,
+              operation->group->engine->rank, transfer->place - WIRE_START, (unsigned long long)transfer->done,
               transfer->group_peer->peer->endpoint.rank, (unsigned long long)header->offset, header->length);
 }
 
@@ -244,8 +246,9 @@ static int check_aborted(const struct operation *operation) {
   for (int i = 0; i < operation->in.count; i++) {
     const struct transfer *transfer = &operation->in.list[i];
     const struct peer *peer = transfer->group_peer->peer;
-    bool here = peer->failed && peer->failed_group == operation->group->id;
-    if (here && !wire_at_least(peer->failed_after, transfer->number))
+    bool here = peer->failed && peer->failed_group == operation->group->id &&
+                peer->failed_in_message == (transfer->index == WIRE_MESSAGE);
+    if (here && wire_at_least(transfer->place, peer->failed_from))
       return failure_check(&operation->group->engine->failure);
   }
   return MLXDIST_OK;

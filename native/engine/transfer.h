@@ -14,9 +14,10 @@ struct transfer {
   char* data; /* where the bytes come from or go to; NULL where they are reduced */
   uint64_t bytes;
   uint64_t done;
-  uint32_t number;
-  uint32_t collective_seq; /* of its operation among the collectives of the group, if it is ordered */
-  bool started;            /* its first message has been sent or checked */
+  uint32_t place; /* of its operation, */
+  uint16_t index; /* and its own among those of the operation between these ranks; WIRE_MESSAGE: of a message */
+  bool started;   /* its first message has been sent or checked */
+  bool cleared;   /* of one that sends: the peer has said that it receives it */
 
   /* Of one that receives. */
   struct recv_desc *arrived, *arrived_last; /* by offset */
@@ -50,6 +51,11 @@ static inline bool transfer_is_acked(const struct transfer* transfer) {
 }
 static inline bool transfer_is_sent(const struct transfer* transfer) {
   return transfer_is_received(transfer) && (!transfer->from_region || transfer_is_acked(transfer));
+}
+
+/* By which two ranks know it, within a group. */
+static inline uint64_t transfer_name(const struct transfer* transfer) {
+  return (uint64_t)transfer->place << 16 | transfer->index;
 }
 
 /* With the lock: the operation gets on as far as it can, the transfers of its rounds piece by piece. */

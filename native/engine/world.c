@@ -1,4 +1,5 @@
 /* The world: the group of all ranks, which is created, connected and destroyed with the engine. */
+#include "abort.h"
 #include "error.h"
 #include "group.h"
 #include "progress.h"
@@ -190,6 +191,12 @@ const char *mlxdist_group_provider(mlxdist_group *group) {
 void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reason) {
   failure_set(&group->engine->failure, status == MLXDIST_OK ? MLXDIST_ABORTED : status, reason);
   progress_wake(group->engine);
+}
+
+void mlxdist_group_fail(mlxdist_group *group, int32_t status, const char *reason) {
+  engine_lock(group->engine);
+  engine_fail_all(group->engine, 0, fail(status, "%s", reason));
+  engine_unlock(group->engine);
 }
 
 int mlxdist_group_error(mlxdist_group *group) { return failure_check(&group->engine->failure); }

@@ -16,13 +16,13 @@
  *   9. every rank       mlxdist_group_destroy
  *
  * Rules that hold for every operation:
- *  - all ranks call the same operations of a group in the same order, with the same dtype and shape;
- *    a difference is an error on every rank that meets it, which names both sides;
- *  - `handle` NULL: the call returns when `out` is complete and `in` may be reused. Groups have no order among each
- *    other: several threads, each with groups of its own, go on side by side. A rank whose threads all wait in one
- *    group while others wait for it in another is a deadlock: mlxdist_waits and mlxdist_come let the side channel
- *    find it;
- *  - `handle` given: the call only starts the operation. Memory belongs to the operation until the handle is done;
+ *  - all ranks call the same operations of a group in the same order, with the same dtype and shape; what a thread
+ * hands to another one counts when it does so (mlxdist_enqueue). A difference is an error on every rank that meets it,
+ * which names both sides;
+ *  - the call returns when `out` is complete and `in` may be reused. Groups have no order among each other: several
+ *    threads, each with groups of its own, go on side by side. A rank whose threads all wait in one group while others
+ *    wait for it in another is a deadlock: mlxdist_waits and mlxdist_come let the side channel find it;
+ *  - `call->starts`: the call only starts the operation. Memory belongs to the operation until the handle is done;
  *    operations on different groups may then end in any order;
  *  - no thread holds a lock while waiting. A waiting thread progresses all groups; when none waits,
  *    the library's own thread does;
@@ -136,6 +136,9 @@ typedef struct mlxdist_core_transfer {
   void* received[2];
 } mlxdist_core_transfer;
 
+/* Of the world. A rank's number travels in 15 bits, but connections between every two of more ranks do not fit a
+ * device. The launcher has the same limit: CMake writes it into mlxdist/_built.py. */
+#define MLXDIST_MAX_RANKS 256
 #define MLXDIST_MAX_LINKS 2 /* between two ranks */
 
 /* By what messages to one rank leave. */
@@ -157,7 +160,7 @@ typedef struct mlxdist_options {
   const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: that many devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
-  double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_arrive wants a
+  double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_enqueue wants a
                                 meeting with it; 0: never */
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
   int32_t has_key;           /* 1: there is a key, */
@@ -196,7 +199,7 @@ typedef struct mlxdist_stats {
   uint64_t duplicates;       /* messages that arrived twice, and were dropped */
   uint64_t damaged;          /* messages that arrived cut off, or with a wrong checksum, and were dropped */
   uint64_t reconnections;    /* queue pairs that failed and were re-created */
-  uint64_t meetings;         /* operations that were handed over only once their peers had come, see mlxdist_arrive */
+  uint64_t meetings;         /* operations that were handed over only once their peers had come, see mlxdist_enqueue */
   uint64_t meeting_messages; /* the acknowledgements of it, and messages of the side channel */
   uint64_t memory_registrations;
   uint64_t registration_hits; /* uses of a registered buffer that found its registration */
@@ -290,7 +293,7 @@ const char* mlxdist_group_provider(mlxdist_group* group);
 void mlxdist_default_options(mlxdist_options* options);
 
 /* Debug output of this process: `spec` "off", "warn", "info" or "trace", and behind a colon the subsystems that it is
- * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to a copy of the descriptor `file`; -1: standard
+ * wanted from ("trace:link,connection"); NULL: "warn". Lines go to a copy of the descriptor `file`; -1: standard
  * error. */
 int mlxdist_debug_open(const char* spec, int file, int32_t rank);
 
@@ -319,15 +322,15 @@ void mlxdist_group_set_peer_status(mlxdist_group* group, int32_t rank, const cha
 void mlxdist_group_set_timeout(mlxdist_group* group, double seconds);
 double mlxdist_group_timeout(mlxdist_group* group);
 
-/* The same for the operations that this thread starts from now on, in all groups. Negative: that of their group. */
-void mlxdist_set_timeout(double seconds);
-
 int32_t mlxdist_group_rank(mlxdist_group* group);
 int32_t mlxdist_group_size(mlxdist_group* group);
 int32_t mlxdist_group_id(mlxdist_group* group); /* 0: the world. Two with the same id have no two members in common */
 
 /* Fails the group: every wait on it ends with `status` and `reason`. Safe from any thread. */
 void mlxdist_group_abort(mlxdist_group* group, int32_t status, const char* reason);
+
+/* The same, and sends it to all other ranks as an operation that fails does: for what a caller finds in a result. */
+void mlxdist_group_fail(mlxdist_group* group, int32_t status, const char* reason);
 
 /* MLXDIST_OK while the group works; else its first error, with the text in mlxdist_last_error(). */
 int mlxdist_group_error(mlxdist_group* group);
@@ -340,14 +343,30 @@ void mlxdist_group_stats(mlxdist_group* group, mlxdist_stats* stats);
 int mlxdist_group_finalize(mlxdist_group* group);
 void mlxdist_group_destroy(mlxdist_group* group);
 
+/* What an operation brings along. NULL in place of one: nothing in particular, and the call waits for the end. */
+typedef struct mlxdist_call {
+  double timeout; /* its deadline in seconds without progress, 0 for none; negative: the group's */
+  const char*
+      call_site;    /* where in the program it is called: "train.py:88", of which 47 characters are kept; or NULL */
+  uint64_t label;   /* which operation of the program it is (mlxdist_label); 0: not known */
+  int32_t starts;   /* 1: the call only starts the operation, and leaves its handle in `handle`; NULL on errors */
+  int32_t enqueued; /* 1: mlxdist_enqueue has taken these places */
+  mlxdist_handle* handle;
+  uint64_t place;         /* among the collectives of its group, */
+  uint64_t send, receive; /* or among the messages to and from one peer; from 1, 0: none */
+} mlxdist_call;
+
 /* Makes a group of the ranks of `group` that pass the same `color`, numbered by `key`, then by rank. Collective over
  * `group`. A negative color takes part and gets none: *result is NULL. Groups made here end with
  * mlxdist_group_destroy, in any order, before the group that connects them. */
-int mlxdist_group_split(mlxdist_group* group, int32_t color, int32_t key, mlxdist_group** result);
+int mlxdist_group_split(mlxdist_group* group, int32_t color, int32_t key, mlxdist_call* call, mlxdist_group** result);
 
-/* The operations that this thread starts from now on come from there: "train.py:88", of which 47 characters are kept.
- * NULL or "": from nowhere in particular. */
-void mlxdist_set_call_site(const char* place);
+/* The label of a text: "model.layers.3.self_attn #2". Two ranks whose operations have labels that differ disagree on
+ * what they call, even where dtype and shape agree. 0 for NULL and "". Any thread. */
+uint64_t mlxdist_label(const char* text);
+
+/* That of an operation in the backward pass of another one. 0 stays 0. */
+uint64_t mlxdist_label_of_adjoint(uint64_t label);
 
 /* An operation, as the flight recorder keeps it. */
 typedef struct mlxdist_flight_record {
@@ -385,14 +404,15 @@ typedef struct mlxdist_wait {
   int32_t rank;            /* of the world, that must come to it before it can go on; -1: there is none now */
   int32_t group;           /* its number, also of one that the library has made for itself */
   int32_t receives;        /* what comes from that rank; 0: what goes to it */
-  uint32_t transfer;       /* its number */
+  uint64_t transfer;       /* which one of that rank's: its place on the wire, and its index in the lower 16 bits */
   int32_t lazy;            /* a thread of MLX carries it out */
-  char name[160];          /* "recv of float32 [3] in group 1" */
+  char name[288];          /* "recv of float32 [3] in group 1 (ranks 0, 2)" */
 } mlxdist_wait;
 
 /* A thread that waits in the engine, or has done so. */
 typedef struct mlxdist_waiting_thread {
   uint64_t thread; /* its ident in Python; 0 in entries that are not in use */
+  uint64_t id;     /* its native_id there */
   uint64_t number; /* of the operation that it waits for; 0: it does not wait */
   int32_t timed;   /* it waits for a time of its own, and may go on without the operation */
 } mlxdist_waiting_thread;
@@ -403,11 +423,33 @@ enum mlxdist_limits { MLXDIST_THREADS = 64 };
  * number of operations; UINT64_MAX where there are more, or the engine is stuck. Safe from any thread. */
 uint64_t mlxdist_waits(mlxdist_group* group, mlxdist_wait* waits, uint64_t room, mlxdist_waiting_thread* threads);
 
+/* What a thread of this process does. */
+typedef enum mlxdist_thread_state {
+  MLXDIST_THREAD_RUNS = 0,    /* or does when there is a core for it */
+  MLXDIST_THREAD_OUTSIDE = 1, /* waits for time to pass, for input, or for another process */
+  MLXDIST_THREAD_TIMED = 2,   /* waits for another thread, up to a limit: also for Python's interpreter lock */
+  MLXDIST_THREAD_WAITS = 3,   /* waits for another thread of this process, without a limit */
+} mlxdist_thread_state;
+
+typedef struct mlxdist_thread {
+  uint64_t id;     /* its native_id in Python */
+  uint64_t run_ns; /* for so long it has run */
+  int32_t state;
+} mlxdist_thread;
+
+/* All threads of this process but the library's own: writes at most `room`. Returns how many; UINT64_MAX where there
+ * are more, or the system does not list them. Not one moment: other threads run on meanwhile. */
+uint64_t mlxdist_threads(mlxdist_group* group, mlxdist_thread* threads, uint64_t room);
+
 /* What `rank` waits for: group, receives and stream of its mlxdist_wait. */
 typedef struct mlxdist_edge {
   int32_t rank, group, receives;
-  uint32_t transfer;
+  uint64_t transfer;
 } mlxdist_edge;
+
+/* A place of mlxdist_call as it is part of a transfer. */
+uint32_t mlxdist_place_on_wire(uint64_t place);
+enum mlxdist_index { MLXDIST_MESSAGE = 0xffff }; /* the index of what send, recv and sendrecv transfer */
 
 /* Whether this rank has come to what others wait for. For each: 0 if it has not, the number of the operation in
  * progress here that must get on first, or UINT64_MAX where nothing here is missing. Returns 0 where the engine is
@@ -431,26 +473,22 @@ int mlxdist_group_inject_faults(mlxdist_group* group, const char* faults);
 
 enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
 
-/* An operation that a thread hands to another one, which calls it later: one of MLX's graphs. GPU work that waits for
- * its result may be submitted as soon as it is handed over, and macOS ends GPU work that waits for about 5 s. So before
- * that the thread says that this rank has come to the operation, and meets the peers where that is due.
+/* An operation that a thread hands to another one, which calls it later with this `call`: one of MLX's graphs. It takes
+ * its place in the order of its group now, so all ranks must hand theirs over in the same order, and may come to them
+ * in any. An operation that has taken its place and will not be called leaves its peers waiting: mlxdist_group_abort.
+ *
+ * GPU work that waits for its result may be submitted as soon as it is handed over, and macOS ends GPU work that waits
+ * for about 5 s. So this rank says that it has come to the operation, and meets the peers where that is due.
  * `to`, `from`: the members that it sends to and receives from, MLXDIST_NONE; both MLXDIST_ALL for a collective.
  *
  * Returns 1 where a meeting is due: options.meet_after seconds have passed since a peer was heard in an operation, a
  * peer was late for one of the last 256, or there were fewer than 256. */
-int32_t mlxdist_arrive(mlxdist_group* group, int32_t to, int32_t from);
-
-/* An operation that was counted is not called: the program may come to it a second time. */
-void mlxdist_go_back(mlxdist_group* group, int32_t to, int32_t from);
+int32_t mlxdist_enqueue(mlxdist_group* group, mlxdist_call* call, int32_t to, int32_t from);
 
 /* In the same thread: waits for the peers, at most `patience` seconds (negative: as long as it takes), and returns 1
  * when that is over; 0 if it is not. `operation`: its name, for notices and errors. A peer that has not come after
  * options.entry_timeout fails the group: the operation then ends with that error. */
 int32_t mlxdist_meet(mlxdist_group* group, const char* operation, double patience);
-
-/* The next operation that this thread calls has been counted by mlxdist_arrive. 0 after the call: it may have been
- * refused before it began. It stays counted then, as on the other ranks, which refuse it for the same reason. */
-void mlxdist_set_arrived(int32_t arrived);
 
 /* The next 256 operations with the members meet: on all of them, after a barrier of the group. */
 void mlxdist_expect_late(mlxdist_group* group);
@@ -480,55 +518,53 @@ void mlxdist_handle_free(mlxdist_handle* handle);
 /* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree
  * round once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
 int mlxdist_all_reduce(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
-                       mlxdist_handle** handle);
+                       mlxdist_call* call);
 
 /* out = in_0, in_1, ..., in_{n-1}: size * in bytes. */
 int mlxdist_all_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
-                       mlxdist_handle** handle);
+                       mlxdist_call* call);
 
 /* Reduces as all_reduce does and leaves the rank-th of `size` equal chunks in `out`. `layout` is that of
  * `in`; its first dimension must be a multiple of the group's size. In place: `out` equals `in`. */
 int mlxdist_reduce_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
-                           mlxdist_handle** handle);
+                           mlxdist_call* call);
 
 /* Copies the root's `data` to all ranks' `data`. */
-int mlxdist_broadcast(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t root,
-                      mlxdist_handle** handle);
+int mlxdist_broadcast(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t root, mlxdist_call* call);
 
 /* Reduces as all_reduce does, to the root's `out`; elsewhere `out` is not used. */
 int mlxdist_reduce(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
-                   int32_t root, mlxdist_handle** handle);
+                   int32_t root, mlxdist_call* call);
 
 /* The root's out = in_0, ..., in_{n-1}; elsewhere `out` is not used. `layout` is that of `in`. */
 int mlxdist_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
-                   mlxdist_handle** handle);
+                   mlxdist_call* call);
 
 /* out = the rank-th of `size` chunks of the root's `in`, which is not used elsewhere. `layout` is that of `out`. */
 int mlxdist_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
-                    mlxdist_handle** handle);
+                    mlxdist_call* call);
 
 /* Part j of rank i's `in` becomes part i of rank j's `out`. `layout` is that of `in` and of `out`; its first
  * dimension must be a multiple of the group's size. `out` may not be `in`. */
 int mlxdist_all_to_all(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
-                       mlxdist_handle** handle);
+                       mlxdist_call* call);
 
 /* As all_to_all, with chunks of different sizes: send_counts[j] rows go to rank j, receive_counts[i] rows come from
  * rank i, each array of `size` counts; chunks lie one after the other, in rank order. `row` is the layout of one row.
  * What i sends to j must be what j receives from i. `out` may not be `in`. */
 int mlxdist_all_to_all_v(mlxdist_group* group, const void* in, const uint64_t* send_counts, void* out,
-                         const uint64_t* receive_counts, const mlxdist_layout* row, mlxdist_handle** handle);
+                         const uint64_t* receive_counts, const mlxdist_layout* row, mlxdist_call* call);
 
 /* Returns once every rank has entered. */
-int mlxdist_barrier(mlxdist_group* group, mlxdist_handle** handle);
+int mlxdist_barrier(mlxdist_group* group, mlxdist_call* call);
 
 /* Point to point, matched in order per pair of ranks. send returns when `data` may be reused. */
-int mlxdist_send(mlxdist_group* group, const void* data, const mlxdist_layout* layout, int32_t to,
-                 mlxdist_handle** handle);
-int mlxdist_recv(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t from, mlxdist_handle** handle);
+int mlxdist_send(mlxdist_group* group, const void* data, const mlxdist_layout* layout, int32_t to, mlxdist_call* call);
+int mlxdist_recv(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t from, mlxdist_call* call);
 
 /* Both directions at once: cannot deadlock, whatever the sizes. */
 int mlxdist_sendrecv(mlxdist_group* group, const void* send, const mlxdist_layout* send_layout, int32_t to, void* recv,
-                     const mlxdist_layout* recv_layout, int32_t from, mlxdist_handle** handle);
+                     const mlxdist_layout* recv_layout, int32_t from, mlxdist_call* call);
 
 /* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it
  * sends into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round

@@ -100,15 +100,15 @@ static void link_flaps(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_group *group = world_join(world, rank, &barriers, 0);
   for (int i = 0; i < 3; i++) {
-    mlxdist_handle *handle;
+    mlxdist_call call = {.timeout = -1, .starts = 1};
     mlxdist_layout layout = vector(300001);
     int32_t *data = filled(rank, 300001, i);
     REQUIRE(mlxdist_group_inject_faults(group, "link=down") == MLXDIST_OK);
-    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, &handle) == MLXDIST_OK);
-    REQUIRE(mlxdist_handle_wait(handle, 0.2) == MLXDIST_TIMEOUT);
+    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, &call) == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(call.handle, 0.2) == MLXDIST_TIMEOUT);
     REQUIRE(mlxdist_group_inject_faults(group, "link=up") == MLXDIST_OK);
-    REQUIRE(mlxdist_handle_wait(handle, 0) == MLXDIST_OK);
-    mlxdist_handle_free(handle);
+    REQUIRE(mlxdist_handle_wait(call.handle, 0) == MLXDIST_OK);
+    mlxdist_handle_free(call.handle);
     check_sum(data, 300001, size, i);
     free(data);
   }
@@ -147,10 +147,11 @@ static void last_message(struct world *world, int rank, int size) {
 static void handles(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_group *group = world_join(world, rank, &barriers, 0), *groups[3] = {0};
-  for (int i = 0; i < 3; i++) REQUIRE(mlxdist_group_split(group, 0, i == 1 ? -rank : rank, &groups[i]) == MLXDIST_OK);
+  for (int i = 0; i < 3; i++)
+    REQUIRE(mlxdist_group_split(group, 0, i == 1 ? -rank : rank, 0, &groups[i]) == MLXDIST_OK);
   REQUIRE(mlxdist_group_rank(groups[1]) == size - 1 - rank);
   int32_t *in[9], *out[9];
-  mlxdist_handle *handle[9];
+  mlxdist_call calls[9];
   for (int n = 0; n < 9; n++) {
     int i = rank % 2 ? 8 - n : n; /* groups in opposite order, but each group's own in the same */
     int which = i / 3, slot = which * 3 + (rank % 2 ? 2 - i % 3 : i % 3);
@@ -158,14 +159,15 @@ static void handles(struct world *world, int rank, int size) {
     mlxdist_layout layout = vector((int64_t)count);
     in[slot] = filled(rank, count, slot);
     out[slot] = filled(9, count, 0);
-    REQUIRE(mlxdist_all_reduce(groups[which], in[slot], out[slot], &layout, MLXDIST_SUM, &handle[slot]) == MLXDIST_OK);
+    calls[slot] = (mlxdist_call){.timeout = -1, .starts = 1};
+    REQUIRE(mlxdist_all_reduce(groups[which], in[slot], out[slot], &layout, MLXDIST_SUM, &calls[slot]) == MLXDIST_OK);
   }
-  while (!mlxdist_handle_done(handle[4])) usleep(1000);
+  while (!mlxdist_handle_done(calls[4].handle)) usleep(1000);
   for (int n = 0; n < 9; n++) {
     int slot = rank % 2 ? n : 8 - n;
-    REQUIRE(mlxdist_handle_wait(handle[slot], 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(calls[slot].handle, 0) == MLXDIST_OK);
     check_sum(out[slot], slot % 3 == 1 ? 300001 : 700, size, slot);
-    mlxdist_handle_free(handle[slot]);
+    mlxdist_handle_free(calls[slot].handle);
     free(in[slot]);
     free(out[slot]);
   }
@@ -205,8 +207,8 @@ static void opposite_order(struct world *world, int rank, int size) {
   mlxdist_default_options(&options);
   options.timeout = options.entry_timeout = 1;
   mlxdist_group *group = world_join(world, rank, &barriers, &options), *a, *b;
-  REQUIRE(mlxdist_group_split(group, 0, rank, &a) == MLXDIST_OK);
-  REQUIRE(mlxdist_group_split(group, 0, rank, &b) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_split(group, 0, rank, 0, &a) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_split(group, 0, rank, 0, &b) == MLXDIST_OK);
   mlxdist_layout layout = vector(10);
   int32_t *data = filled(rank, 10, 0);
   int odd = rank == size - 1;

@@ -4,8 +4,8 @@
  *
  * Two real engines meet over the soft provider. Rank 0 has operations in progress; rank 1 posts messages whose bytes
  * are the input. An input is a list of records: what to fix (a mask), channel and payload length (one byte), the 64
- * bytes of the header, and of the descriptor where the header says that there is one. Without that nearly every
- * input would end at the first check.
+ * bytes of the header, and of what stands behind it where the header says that there is something. Without that nearly
+ * every input would end at the first check.
  */
 #include "operation.h"
 #include "pair.h"
@@ -49,29 +49,19 @@ static mlxdist_layout vector(int32_t dtype, int64_t count) {
 
 /* What rank 0 is doing, and the memory of it. */
 struct work {
-  mlxdist_handle *handles[5];
+  mlxdist_call calls[5];
   float sum[10], gathered[20];
   int32_t received[LARGE], reduced[LARGE], sent[LARGE];
 };
 
 static void begin(struct work *work, mlxdist_group *group, uint8_t which) {
   mlxdist_layout small = vector(MLXDIST_FLOAT32, 10), large = vector(MLXDIST_INT32, LARGE);
-  if (which & 1) mlxdist_all_reduce(group, work->sum, work->sum, &small, MLXDIST_SUM, &work->handles[0]);
-  if (which & 2) mlxdist_recv(group, work->received, &large, 1, &work->handles[1]);
-  if (which & 4) mlxdist_all_reduce(group, work->sent, work->reduced, &large, MLXDIST_MAX, &work->handles[2]);
-  if (which & 8) mlxdist_all_gather(group, work->sum, work->gathered, &small, &work->handles[3]);
-  if (which & 16) mlxdist_barrier(group, &work->handles[4]);
-}
-
-/* As if a thread waited for it: its place among the collectives of the group counts. */
-static void make_ordered(mlxdist_handle *handle) {
-  struct operation *operation = (struct operation *)handle;
-  if (!operation || mlxdist_handle_done(handle)) return;
-  operation->ordered = true;
-  struct group_peer *group_peer = &operation->group->peers[1];
-  group_peer->collective_seq++;
-  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].collective_seq = group_peer->collective_seq;
-  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].collective_seq = group_peer->collective_seq;
+  for (int i = 0; i < 5; i++) work->calls[i] = (mlxdist_call){.timeout = -1, .starts = 1};
+  if (which & 1) mlxdist_all_reduce(group, work->sum, work->sum, &small, MLXDIST_SUM, &work->calls[0]);
+  if (which & 2) mlxdist_recv(group, work->received, &large, 1, &work->calls[1]);
+  if (which & 4) mlxdist_all_reduce(group, work->sent, work->reduced, &large, MLXDIST_MAX, &work->calls[2]);
+  if (which & 8) mlxdist_all_gather(group, work->sum, work->gathered, &small, &work->calls[3]);
+  if (which & 16) mlxdist_barrier(group, &work->calls[4]);
 }
 
 static void end(struct work *work, mlxdist_group *group) {
@@ -82,16 +72,23 @@ static void end(struct work *work, mlxdist_group *group) {
   engine_progress(engine, &progressed);
   engine_unlock(engine);
   for (int i = 0; i < 5; i++) {
-    if (!work->handles[i]) continue;
-    REQUIRE(mlxdist_handle_done(work->handles[i]));
-    if (mlxdist_handle_wait(work->handles[i], 0)) REQUIRE(mlxdist_last_error()[0]);
-    mlxdist_handle_free(work->handles[i]);
+    if (!work->calls[i].handle) continue;
+    REQUIRE(mlxdist_handle_done(work->calls[i].handle));
+    if (mlxdist_handle_wait(work->calls[i].handle, 0)) REQUIRE(mlxdist_last_error()[0]);
+    mlxdist_handle_free(work->calls[i].handle);
   }
 }
 
 static const struct transfer *posted(const struct peer *peer) { return peer->posted; }
 
-static void fix(uint8_t what, const struct channel *to, struct wire_header *header, uint32_t payload) {
+/* A header, and what stands behind it where there are more links. */
+struct head {
+  struct wire_header header;
+  struct wire_links links;
+};
+
+static void fix(uint8_t what, const struct channel *to, struct head *head, uint32_t payload) {
+  struct wire_header *header = &head->header;
   const struct peer *peer = peer_of(to->endpoint);
   if (what & MAGIC) header->magic = WIRE_MAGIC;
   if (what & SEQUENCE) header->sequence = to->received + 1;
@@ -99,13 +96,14 @@ static void fix(uint8_t what, const struct channel *to, struct wire_header *head
   if (what & LENGTH) header->length = payload;
   if (what & TRANSFER && posted(peer)) {
     header->group = posted(peer)->operation->group->id;
-    header->transfer = posted(peer)->number;
+    header->place = posted(peer)->place;
+    header->index = posted(peer)->index;
     header->offset = posted(peer)->done;
-    header->collective_seq = posted(peer)->collective_seq;
   }
   for (uint32_t i = 0; what & ACKS && i < peer->endpoint.channel_count; i++) {
-    header->acks.ack[i] = peer->endpoint.channels[i].sent;
-    header->acks.credits[i] = (uint16_t)(peer->endpoint.channels[i].slots / 2);
+    struct wire_acks *acks = i < 2 ? &header->acks : &head->links.acks[i / 2 - 1];
+    acks->ack[i % 2] = peer->endpoint.channels[i].sent;
+    acks->credits[i % 2] = (uint16_t)(peer->endpoint.channels[i].slots / 2);
   }
 }
 
@@ -122,12 +120,14 @@ static void send_record(struct pair *pair, struct input *input, uint8_t what) {
     if (left < payload) payload = (uint32_t)left;
   }
   char *bytes = channel->send_slots;
-  struct wire_header header;
-  take(input, &header, sizeof header);
-  fix(what, &at->endpoint.channels[index], &header, payload);
-  memcpy(bytes, &header, sizeof header);
-  uint32_t before = sizeof header;
-  if (header.flags & WIRE_FIRST) {
+  struct head head = {0};
+  take(input, &head.header, sizeof head.header);
+  bool links = head.header.flags & WIRE_LINKS;
+  if (links) take(input, &head.links, sizeof head.links);
+  fix(what, &at->endpoint.channels[index], &head, payload);
+  memcpy(bytes, &head, sizeof head);
+  uint32_t before = links ? sizeof head : sizeof head.header;
+  if (head.header.flags & WIRE_FIRST) {
     struct wire_descriptor descriptor;
     take(input, &descriptor, sizeof descriptor);
     if (what & DESCRIPTOR && posted(at)) {
@@ -149,7 +149,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   static struct work work;
-  memset(work.handles, 0, sizeof work.handles);
   struct input input = {bytes, size};
   uint8_t start = take_byte(&input), which = take_byte(&input);
   mlxdist_options options;
@@ -162,8 +161,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   pair_open(&pair, &options);
   struct engine *engine = pair.group[0]->engine;
   begin(&work, pair.group[0], which);
-  for (int i = 0; i < 5; i++)
-    if (which >> 5 & 1) make_ordered(work.handles[i]);
   uint64_t now = clock_ns();
   while (input.left) {
     uint8_t what = take_byte(&input);

@@ -12,18 +12,18 @@
 
 static void all_reduce(struct pair *pair, float *memory[2], float *results[2], int64_t count) {
   mlxdist_layout layout = {.dtype = MLXDIST_FLOAT32, .ndim = 1, .shape = {count}};
-  mlxdist_handle *handles[2];
+  mlxdist_call calls[2] = {{.timeout = -1, .starts = 1}, {.timeout = -1, .starts = 1}};
   for (int rank = 0; rank < 2; rank++)
-    REQUIRE(mlxdist_all_reduce(pair->group[rank], memory[rank], results[rank], &layout, MLXDIST_SUM, &handles[rank]) ==
+    REQUIRE(mlxdist_all_reduce(pair->group[rank], memory[rank], results[rank], &layout, MLXDIST_SUM, &calls[rank]) ==
             MLXDIST_OK);
-  while (!mlxdist_handle_done(handles[0]) || !mlxdist_handle_done(handles[1]))
+  while (!mlxdist_handle_done(calls[0].handle) || !mlxdist_handle_done(calls[1].handle))
     for (int rank = 0; rank < 2; rank++) pair_turn(pair, rank);
   for (int rank = 0; rank < 2; rank++) {
     struct engine *engine = pair->group[rank]->engine;
     engine_lock(engine);
     engine_check_timers(engine, clock_ns());
     engine_unlock(engine);
-    mlxdist_handle_free(handles[rank]);
+    mlxdist_handle_free(calls[rank].handle);
   }
 }
 

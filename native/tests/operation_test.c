@@ -41,21 +41,21 @@ static void write_schedule(struct operation *operation, int rank) {
 }
 
 static void run(struct pair *pair, int first) {
-  mlxdist_handle *handles[2];
+  mlxdist_call calls[2] = {{.timeout = -1, .starts = 1}, {.timeout = -1, .starts = 1}};
   for (int i = 0; i < 2; i++) {
     int rank = i == 0 ? first : !first;
     struct operation *operation = new_operation(pair->group[rank]);
     write_schedule(operation, rank);
-    REQUIRE(operation_start(operation, &handles[rank]) == MLXDIST_OK);
+    REQUIRE(operation_start(operation, &calls[rank]) == MLXDIST_OK);
     if (i > 0) continue;
-    struct straggler straggler = operation_straggler((struct operation *)handles[rank]);
+    struct straggler straggler = operation_straggler((struct operation *)calls[rank].handle);
     REQUIRE(straggler.rank == !rank && !straggler.entered && straggler.receives == (rank == 0));
   }
-  while (!mlxdist_handle_done(handles[0]) || !mlxdist_handle_done(handles[1]))
+  while (!mlxdist_handle_done(calls[0].handle) || !mlxdist_handle_done(calls[1].handle))
     for (int rank = 0; rank < 2; rank++) pair_turn(pair, rank);
   for (int rank = 0; rank < 2; rank++) {
-    REQUIRE(mlxdist_handle_wait(handles[rank], 0) == MLXDIST_OK);
-    mlxdist_handle_free(handles[rank]);
+    REQUIRE(mlxdist_handle_wait(calls[rank].handle, 0) == MLXDIST_OK);
+    mlxdist_handle_free(calls[rank].handle);
   }
   for (int i = 0; i < COUNT; i++) REQUIRE(out[0][i] == 3 * i && out[1][i] == 3 * i);
 }

@@ -6,15 +6,24 @@
 
 #include "endpoint.h"
 
+#include <string.h>
+
 /* Control buffers of a channel; on the bulk channel for keepalives (keepalive.h). */
 static inline uint32_t control_buffers(enum wire_channel kind) {
   return kind == WIRE_EAGER ? CHANNEL_CONTROL_BUFFERS : 1;
 }
 
-/* What the message that is about to leave says. */
-static inline struct wire_acks piggyback_acks(struct endpoint* endpoint) {
+/* The message that is about to leave says what has arrived. Returns the bytes of its header. */
+static inline uint32_t piggyback_acks(struct endpoint* endpoint, struct wire_header* header) {
   endpoint->ack_now = false;
-  return endpoint->last_sent = endpoint->acks;
+  header->acks = endpoint->last_sent[0] = endpoint->acks[0];
+  if (endpoint->channel_count <= 2) return sizeof *header;
+  struct wire_links* links = (struct wire_links*)(header + 1);
+  memcpy(&endpoint->last_sent[1], &endpoint->acks[1], sizeof links->acks);
+  memcpy(links->acks, &endpoint->acks[1], sizeof links->acks);
+  memset(links->reserved, 0, sizeof links->reserved);
+  header->flags |= WIRE_LINKS;
+  return sizeof *header + sizeof *links;
 }
 
 /* Whether the peer waits for an acknowledgement: `lazily` leaves more of the window open. */

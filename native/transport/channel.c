@@ -48,7 +48,7 @@ int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t 
   channel->seen_acked = channel->seen_received = WIRE_START;
   channel->nak_sent_for = WIRE_START - 1;
   channel->ack_share = (slots - channel->reserve) / 2 > 0 ? (slots - channel->reserve) / 2 : 1;
-  endpoint->acks.ack[index] = endpoint->last_sent.ack[index] = WIRE_START;
+  endpoint->acks[index / 2].ack[kind] = endpoint->last_sent[index / 2].ack[kind] = WIRE_START;
   if (!channel->recv_descs || !channel->kept)
     return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", endpoint->rank);
   /* The peer has as many slots (its address says so). */
@@ -73,7 +73,7 @@ int channel_reopen(struct channel *channel, uint32_t epoch) {
   if (error) return queue_pair_fail(channel, "destroy_qp", error);
   count(&channel->transport->counters->receives_posted, (uint64_t)-(int64_t)channel->outstanding);
   channel->outstanding = 0;
-  channel->endpoint->acks.credits[channel->index] = 0;
+  channel->endpoint->acks[channel_link(channel)].credits[channel_kind(channel)] = 0;
   channel->completed = channel->requests;
   channel->connected = channel->answered = channel->open = false;
   channel->epoch = epoch;
@@ -151,14 +151,14 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
       .flags = message->flags | (message->descriptor ? WIRE_FIRST : 0),
       .group = message->group,
       .sequence = channel->sent + 1,
-      .transfer = message->transfer,
+      .place = message->place,
       .offset = message->offset,
       .length = message->length,
-      .acks = piggyback_acks(channel->endpoint),
       .cts = message->cts,
-      .collective_seq = message->collective_seq,
+      .label = message->label,
+      .index = message->index,
   };
-  uint32_t before = sizeof *header;
+  uint32_t before = piggyback_acks(channel->endpoint, header);
   if (message->descriptor) {
     memcpy(bytes + before, message->descriptor, sizeof *message->descriptor);
     before += sizeof *message->descriptor;
@@ -173,10 +173,10 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
   int status = channel_post_slot(channel, slot, false);
   if (status) return status;
   debug(DEBUG_TRACE, "message",
-        "to rank %d: number %u of the %s queue pair %u: kind %d, transfer %u of group %u, byte "
+        "to rank %d: number %u of the %s queue pair %u: kind %d, place %u of group %u, byte "
         "%llu, %u bytes%s",
         channel->peer, header->sequence - WIRE_START, channel_name(channel), channel_link(channel), message->kind,
-        message->transfer - WIRE_START, message->group, (unsigned long long)message->offset, message->length,
+        message->place - WIRE_START, message->group, (unsigned long long)message->offset, message->length,
         copies ? "" : ", not copied");
   channel_advance(channel);
   struct transport_counters *counters = channel->transport->counters;

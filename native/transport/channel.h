@@ -21,9 +21,9 @@ struct transport;
 
 #define CHANNEL_EAGER_BYTES 4096u
 
-/* The first message of a transfer needs room for header and descriptor. The others leave the descriptor's
- * place unused, so that all pieces of a transfer have the same size on every rank. */
-#define CHANNEL_OVERHEAD (sizeof(struct wire_header) + sizeof(struct wire_descriptor))
+/* The first message of a transfer needs room for header and descriptor, and for the acknowledgements of further links.
+ * The others leave it unused, so that all pieces of a transfer have the same size on every rank. */
+#define CHANNEL_OVERHEAD (sizeof(struct wire_header) + sizeof(struct wire_links) + sizeof(struct wire_descriptor))
 
 /* Eager receives that data may not use: acknowledgements and an abort must get through when data that no
  * operation takes yet fills all others. */
@@ -90,9 +90,9 @@ struct channel {
 struct outgoing_message {
   enum wire_kind kind;
   uint8_t flags;
-  uint16_t group;
-  uint32_t transfer, cts, collective_seq;
-  uint64_t offset;
+  uint16_t group, index;
+  uint32_t place, cts;
+  uint64_t offset, label;
   const struct wire_descriptor* descriptor; /* NULL but for the first message of a transfer */
   const void* payload;
   uint32_t length;
@@ -157,9 +157,9 @@ static inline bool channel_has_request(const struct channel* channel) {
 }
 
 /* wr_id says on which channel and slot or request a work request was: nothing of it travels. */
-#define CHANNEL_EPOCHS 0x1fffu /* it has room for */
+#define CHANNEL_EPOCHS 0x0fffu /* it has room for */
 static inline uint64_t channel_wr_id_base(int32_t peer, uint32_t index, uint32_t epoch) {
-  return (uint64_t)(epoch & CHANNEL_EPOCHS) << 50 | (uint64_t)index << 48 | (uint64_t)(uint32_t)peer << 32;
+  return (uint64_t)(epoch & CHANNEL_EPOCHS) << 51 | (uint64_t)index << 48 | (uint64_t)(uint32_t)peer << 32;
 }
 static inline uint64_t channel_wr_id(const struct channel* channel, bool send, uint32_t number) {
   return (uint64_t)send << 63 | channel->wr_id | number;

@@ -31,10 +31,11 @@ static inline void channel_on_ack(struct channel* channel, uint32_t received, ui
 /* A receive more is posted: the peer is to hear of it with the next message, or, if there are many, without one. */
 static inline void credit_add(struct channel* channel) {
   struct endpoint* endpoint = channel->endpoint;
-  const struct wire_acks* last = &endpoint->last_sent;
+  uint32_t link = channel_link(channel), i = channel_kind(channel);
+  const struct wire_acks* last = &endpoint->last_sent[link];
   channel->outstanding++;
-  uint32_t i = channel->index, credits = channel_recv_credits(channel);
-  endpoint->acks.credits[i] = (uint16_t)credits;
+  uint32_t credits = channel_recv_credits(channel);
+  endpoint->acks[link].credits[i] = (uint16_t)credits;
   if (channel->received + credits - (last->ack[i] + last->credits[i]) >= channel->ack_share)
     endpoint_mark_ack(endpoint);
 }
@@ -42,5 +43,6 @@ static inline void credit_add(struct channel* channel) {
 /* A message has taken a receive. */
 static inline void credit_remove(struct channel* channel) {
   channel->outstanding--;
-  channel->endpoint->acks.credits[channel->index] = (uint16_t)channel_recv_credits(channel);
+  struct wire_acks* acks = &channel->endpoint->acks[channel_link(channel)];
+  acks->credits[channel_kind(channel)] = (uint16_t)channel_recv_credits(channel);
 }

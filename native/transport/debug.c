@@ -67,9 +67,9 @@ static int read_level(const char *spec, const char **subsystems) {
 }
 
 int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
-  const char *subsystems;
+  const char *subsystems = "";
   int level = spec ? read_level(spec, &subsystems) : DEBUG_WARN;
-  if (level < 0 || (spec && strlen(subsystems) > MAX_SUBSYSTEMS - 3))
+  if (level < 0 || strlen(subsystems) > MAX_SUBSYSTEMS - 3)
     return fail(MLXDIST_INVALID_ARGUMENT,
                 "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
                 "colon and the subsystems that are wanted, such as trace:link,connection",
@@ -83,7 +83,7 @@ int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
   output.file = copy;
   output.rank = rank;
   output.subsystems[0] = 0;
-  if (spec && subsystems[0]) snprintf(output.subsystems, sizeof output.subsystems, ",%s,", subsystems);
+  if (subsystems[0]) snprintf(output.subsystems, sizeof output.subsystems, ",%s,", subsystems);
   pthread_mutex_unlock(&output.lock);
   atomic_store_explicit(&debug_level, level, memory_order_relaxed);
   return MLXDIST_OK;

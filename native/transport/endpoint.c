@@ -135,7 +135,7 @@ void endpoint_explain_silence(const struct endpoint *endpoint, char *text, size_
 bool endpoint_is_settled(const struct endpoint *endpoint) {
   for (uint32_t i = 0; i < endpoint->channel_count; i++) {
     const struct channel *channel = &endpoint->channels[i];
-    if (channel->acked != channel->sent || channel->received != endpoint->last_sent.ack[i]) return false;
+    if (channel->acked != channel->sent || channel->received != endpoint->last_sent[i / 2].ack[i % 2]) return false;
   }
   return true;
 }

@@ -26,12 +26,12 @@ struct endpoint {
   bool answered;      /* the peer has said that its own are, perhaps before its address came: two threads send these */
   atomic_bool usable; /* both: this rank may send */
 
-  struct wire_acks acks;      /* what the next message says */
-  struct wire_acks last_sent; /* what the last one said */
-  bool ack_pending;           /* an acknowledgement is, or may soon be, due */
-  bool ack_now;               /* the peer seems not to know what it should */
-  bool ack_requested;         /* what the owner has to say leaves with an acknowledgement alone */
-  uint32_t nak_pending;       /* channels that lack a message, as a mask: the peer must hear of it */
+  struct wire_acks acks[WIRE_MAX_LINKS];      /* what the next message says of each link */
+  struct wire_acks last_sent[WIRE_MAX_LINKS]; /* what the last one said */
+  bool ack_pending;                           /* an acknowledgement is, or may soon be, due */
+  bool ack_now;                               /* the peer seems not to know what it should */
+  bool ack_requested;                         /* what the owner has to say leaves with an acknowledgement alone */
+  uint32_t nak_pending;                       /* channels that lack a message, as a mask: the peer must hear of it */
 
   atomic_uint reconnects_pending; /* channels with a new queue pair that the peer has not heard of, as a mask */
   uint32_t dead_links;            /* links that this rank does not send by any more, as a mask */

@@ -57,7 +57,7 @@ static int forward(const struct channel *dead, uint32_t slot, struct channel *al
   if (from->user) memcpy(bytes + from->length, from->user, from->user_length);
   header->sequence = alive->sent + 1;
   header->flags |= WIRE_FAILOVER;
-  header->acks = piggyback_acks(alive->endpoint);
+  (void)piggyback_acks(alive->endpoint, header); /* it has room for all links already */
   alive->kept[alive->send_slot] = (struct kept_message){.length = from->length + from->user_length};
   int status = channel_post_slot(alive, alive->send_slot, false);
   if (status) return status;

@@ -28,13 +28,13 @@ static int post(struct channel *channel, uint32_t slot) {
 }
 
 int receive_post_all(struct channel *channel) {
-  struct wire_acks *last = &channel->endpoint->last_sent;
+  struct wire_acks *last = &channel->endpoint->last_sent[channel_link(channel)];
+  uint32_t i = channel_kind(channel);
   int status = MLXDIST_OK;
   channel->connected = true;
   for (uint32_t slot = 0; slot < channel->slots && !status; slot++)
     if (channel->recv_descs[slot].posted) status = post(channel, slot);
-  last->credits[channel->index] =
-      (uint16_t)(channel->received + channel_recv_credits(channel) - last->ack[channel->index]);
+  last->credits[i] = (uint16_t)(channel->received + channel_recv_credits(channel) - last->ack[i]);
   return status;
 }
 
@@ -96,21 +96,35 @@ static bool is_garbled(const struct channel *channel, const struct recv_desc *de
          header->kind > WIRE_ABORT;
 }
 
+/* What the peer has received on a channel. False: what was never sent. */
+static inline bool process_ack(struct channel *channel, uint32_t ack, uint32_t credits) {
+  if (!wire_at_least(channel->sent, ack) || credits > channel->slots) return false;
+  channel_on_ack(channel, ack, credits);
+  return true;
+}
+
+static int process_naks(struct channel *channels, const struct wire_acks *acks, uint32_t naks) {
+  int status = MLXDIST_OK;
+  for (uint32_t kind = WIRE_EAGER; kind <= WIRE_BULK && !status; kind++)
+    if (naks >> kind & 1 && acks->ack[kind] == channels[kind].acked) status = channel_retransmit(&channels[kind]);
+  return status;
+}
+
 /* What the peer has received, and what it lacks. */
-static int process_acks(struct endpoint *endpoint, const struct wire_header *header) {
-  const struct wire_acks *acks = &header->acks;
-  for (uint32_t i = 0; i < endpoint->channel_count; i++) {
-    const struct channel *channel = &endpoint->channels[i];
-    if (!wire_at_least(channel->sent, acks->ack[i]) || acks->credits[i] > channel->slots)
+static int process_acks(struct endpoint *endpoint, const struct recv_desc *desc) {
+  const struct wire_header *header = recv_header(desc);
+  uint32_t links = header->flags & WIRE_LINKS ? endpoint->channel_count / 2 : 1;
+  int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < links && !status; link++) {
+    const struct wire_acks *acks = recv_acks(desc, link);
+    struct channel *channels = &endpoint->channels[2 * (size_t)link];
+    if (!process_ack(&channels[WIRE_EAGER], acks->ack[WIRE_EAGER], acks->credits[WIRE_EAGER]) ||
+        !process_ack(&channels[WIRE_BULK], acks->ack[WIRE_BULK], acks->credits[WIRE_BULK]))
       return fail(MLXDIST_TRANSPORT, "rank %d received message %u from rank %d that acknowledges what was never sent",
                   endpoint->transport->rank, header->sequence, endpoint->rank);
+    uint32_t naks = header->naks >> 2 * link & 3u;
+    if (naks) status = process_naks(channels, acks, naks);
   }
-  for (uint32_t i = 0; i < endpoint->channel_count; i++)
-    channel_on_ack(&endpoint->channels[i], acks->ack[i], acks->credits[i]);
-  int status = MLXDIST_OK;
-  for (uint32_t i = 0; header->flags >= WIRE_NAK && i < endpoint->channel_count && !status; i++)
-    if (header->flags & (WIRE_NAK << i) && acks->ack[i] == endpoint->channels[i].acked)
-      status = channel_retransmit(&endpoint->channels[i]);
   return status;
 }
 
@@ -141,11 +155,11 @@ static int on_ack(struct channel *channel, const struct wire_header *header) {
 static int accept(struct channel *channel, struct recv_desc *desc) {
   const struct wire_header *header = recv_header(desc);
   struct endpoint *endpoint = channel->endpoint;
-  endpoint->acks.ack[channel->index] = ++channel->received;
+  uint32_t link = channel_link(channel), i = channel_kind(channel);
+  endpoint->acks[link].ack[i] = ++channel->received;
   bool asked = header->kind == WIRE_DATA && header->flags & WIRE_ACK_REQ;
   if (asked) endpoint->ack_now = true;
-  if (asked || channel->received - endpoint->last_sent.ack[channel->index] >= channel->ack_share)
-    endpoint_mark_ack(endpoint);
+  if (asked || channel->received - endpoint->last_sent[link].ack[i] >= channel->ack_share) endpoint_mark_ack(endpoint);
   return channel->transport->callbacks->on_message(endpoint, desc);
 }
 
@@ -169,17 +183,17 @@ int receive_complete(struct channel *channel, uint32_t slot, uint32_t byte_len) 
     return post(channel, slot);
   }
   if (is_garbled(channel, desc, bytes)) return fail_garbled(channel, header, bytes);
-  int status = process_acks(channel->endpoint, header);
+  int status = process_acks(channel->endpoint, desc);
   if (status) return status;
   if (header->kind == WIRE_ACK) {
     status = on_ack(channel, header);
     return status ? status : post(channel, slot);
   }
   debug(DEBUG_TRACE, "message",
-        "from rank %d: number %u, %u is the next: kind %u, transfer %u of group %u, byte %llu, %u"
+        "from rank %d: number %u, %u is the next: kind %u, place %u of group %u, byte %llu, %u"
         " bytes",
         channel->peer, header->sequence - WIRE_START, channel->received + 1 - WIRE_START, header->kind,
-        header->transfer - WIRE_START, header->group, (unsigned long long)header->offset, header->length);
+        header->place - WIRE_START, header->group, (unsigned long long)header->offset, header->length);
   if (header->sequence == channel->received + 1) {
     bool is_data = header->kind == WIRE_DATA;
     status = accept(channel, desc);

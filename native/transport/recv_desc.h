@@ -16,11 +16,23 @@ struct recv_desc {
 };
 
 static inline struct wire_header* recv_header(const struct recv_desc* desc) { return (struct wire_header*)desc->bytes; }
+/* What stands behind the header, up to the payload. */
+static inline const char* recv_behind_header(const struct recv_desc* desc) {
+  bool links = recv_header(desc)->flags & WIRE_LINKS;
+  return desc->bytes + sizeof(struct wire_header) + (links ? sizeof(struct wire_links) : 0);
+}
 static inline const struct wire_descriptor* recv_descriptor(const struct recv_desc* desc) {
   bool first = recv_header(desc)->flags & WIRE_FIRST;
-  return first ? (const struct wire_descriptor*)(desc->bytes + sizeof(struct wire_header)) : 0;
+  return first ? (const struct wire_descriptor*)recv_behind_header(desc) : 0;
 }
+/* All that may stand before it is as long as the header. */
 static inline const char* recv_payload(const struct recv_desc* desc) {
-  bool first = recv_header(desc)->flags & WIRE_FIRST;
-  return desc->bytes + sizeof(struct wire_header) + (first ? sizeof(struct wire_descriptor) : 0);
+  uint32_t flags = recv_header(desc)->flags;
+  uint32_t before = 1 + flags % 2 + flags / 2 % 2; /* WIRE_FIRST, WIRE_LINKS */
+  return desc->bytes + before * sizeof(struct wire_header);
+}
+/* What the message says of a link. One whose sender has fewer links says nothing of the others. */
+static inline const struct wire_acks* recv_acks(const struct recv_desc* desc, uint32_t link) {
+  const struct wire_header* header = recv_header(desc);
+  return link == 0 ? &header->acks : &((const struct wire_links*)(desc->bytes + sizeof *header))->acks[link - 1];
 }

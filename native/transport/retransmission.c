@@ -17,7 +17,7 @@ int channel_retransmit(struct channel *channel) {
           channel->peer, channel->acked + 1 - WIRE_START, channel_name(channel), channel_link(channel));
   uint32_t slot = channel_oldest_slot(channel);
   for (; unacked > 0 && channel_has_request(channel); unacked--, slot = (slot + 1) % channel->slots) {
-    ((struct wire_header *)channel_send_slot(channel, slot))->acks = piggyback_acks(channel->endpoint);
+    (void)piggyback_acks(channel->endpoint, (struct wire_header *)channel_send_slot(channel, slot));
     int status = channel_post_slot(channel, slot, true);
     if (status) return status;
     channel->last_retransmit = channel->requests;

@@ -21,6 +21,12 @@ void thread_yield(void) { thread_switch(MACH_PORT_NULL, SWITCH_OPTION_NONE, 0); 
  * of its own, which then counts. */
 void thread_for_polling(void) { (void)pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0); }
 
+uint64_t thread_id(void) {
+  uint64_t id = 0;
+  (void)pthread_threadid_np(0, &id);
+  return id;
+}
+
 /* A thread may run on all. */
 struct thread_cores thread_cores(void) {
   struct thread_cores cores = {0};
@@ -38,6 +44,8 @@ int thread_keep_on(const struct thread_cores *cores) {
 #include <errno.h>
 #include <sched.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 /* On Linux it stops while the machine is suspended. */
 uint64_t clock_ns(void) {
@@ -49,6 +57,8 @@ uint64_t clock_ns(void) {
 void thread_yield(void) { sched_yield(); }
 
 void thread_for_polling(void) {}
+
+uint64_t thread_id(void) { return (uint64_t)syscall(SYS_gettid); }
 
 struct thread_cores thread_cores(void) {
   struct thread_cores cores;

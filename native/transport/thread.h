@@ -8,6 +8,9 @@
 /* Nanoseconds while the machine was awake: a deadline does not pass while the lid is closed, on any system. */
 uint64_t clock_ns(void);
 
+/* That of this thread for the system, and in tools that list threads. */
+uint64_t thread_id(void);
+
 /* Lets another thread have the core, if one of at least the same priority waits for it. */
 void thread_yield(void);
 

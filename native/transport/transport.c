@@ -15,7 +15,7 @@
 
 #define POLL_BATCH 16
 
-_Static_assert(MLXDIST_MAX_LINKS == WIRE_MAX_LINKS, "the wire has room for all links");
+_Static_assert(MLXDIST_MAX_LINKS <= WIRE_MAX_LINKS, "the wire has room for all links");
 
 static int open_device(struct transport *transport, const struct verbs *verbs, const char *name, uint32_t index) {
   struct device *device = &transport->devices[transport->device_count++];
@@ -98,13 +98,13 @@ static void name_providers(struct transport *transport) {
 }
 
 int transport_open(struct transport *transport, const mlxdist_link *links, const bool *reachable) {
-  transport->devices = calloc((size_t)transport->size * WIRE_MAX_LINKS, sizeof *transport->devices);
+  transport->devices = calloc((size_t)transport->size * MLXDIST_MAX_LINKS, sizeof *transport->devices);
   if (!transport->devices) return fail(MLXDIST_RESOURCES, "out of memory for the devices of %d ranks", transport->size);
   int status = MLXDIST_OK;
   for (int32_t rank = 0; rank < transport->size && !status; rank++) {
     if (rank == transport->rank || !reachable[rank]) continue;
     struct endpoint *endpoint = transport->endpoints[rank];
-    status = links ? open_links(transport, endpoint, &links[(size_t)rank * WIRE_MAX_LINKS], WIRE_MAX_LINKS)
+    status = links ? open_links(transport, endpoint, &links[(size_t)rank * MLXDIST_MAX_LINKS], MLXDIST_MAX_LINKS)
                    : open_default_links(transport, endpoint);
     for (uint32_t i = 0; i < endpoint->link_count && !status; i++)
       debug(DEBUG_INFO, "connection", "rank %d by device %s of %s, address %d", rank, endpoint->links[i].device->name,
@@ -128,7 +128,7 @@ void transport_close(struct transport *transport) {
 static int complete(struct transport *transport, const struct ibv_wc *wc) {
   struct endpoint *endpoint = transport->endpoints[wc->wr_id >> 32 & 0xffff];
   struct channel *channel = &endpoint->channels[wc->wr_id >> 48 & (WIRE_CHANNELS - 1)];
-  if ((wc->wr_id >> 50 & CHANNEL_EPOCHS) != (channel->epoch & CHANNEL_EPOCHS))
+  if ((wc->wr_id >> 51 & CHANNEL_EPOCHS) != (channel->epoch & CHANNEL_EPOCHS))
     return MLXDIST_OK; /* of an earlier one */
   if (wc->status != IBV_WC_SUCCESS) return reconnect_begin(channel, wc->status);
   if (!(wc->wr_id >> 63)) return receive_complete(channel, (uint32_t)wc->wr_id, wc->byte_len);

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WIRE_MAGIC 0x3144584du /* "MXD1" */
+#define WIRE_MAGIC 0x3244584du /* "MXD2" */
 
 enum wire_kind {
   WIRE_DATA = 1,
@@ -26,49 +26,64 @@ enum wire_kind {
 };
 
 enum wire_flags {
-  WIRE_FIRST = 1,       /* first message of its transfer: a descriptor stands between header and payload */
-  WIRE_ORDERED = 2,     /* data: a transfer whose `collective_seq` counts */
-  WIRE_MEET = 2,        /* acknowledgement: reply once the receiver has come to that operation: `offset` */
-  WIRE_FAILOVER = 4,    /* data: left by another link before, and may have arrived */
-  WIRE_PROBE_REPLY = 4, /* acknowledgement: to one with WIRE_PROBE */
-  WIRE_PROBE = 8,       /* acknowledgement: reply on this link */
-  WIRE_ACK_REQ = 8,     /* data: the sender waits for the acknowledgement */
-  WIRE_NAK = 16,        /* shifted by a channel's number: retransmit what follows `ack` there */
+  WIRE_FIRST = 1,        /* first message of its transfer: a descriptor stands before the payload */
+  WIRE_LINKS = 2,        /* the acknowledgements of further links stand behind the header */
+  WIRE_CTS = 4,          /* `cts` counts */
+  WIRE_MEET = 8,         /* acknowledgement: reply once the receiver has come to that operation: `offset` */
+  WIRE_FAILOVER = 16,    /* data: left by another link before, and may have arrived */
+  WIRE_PROBE_REPLY = 16, /* acknowledgement: to one with WIRE_PROBE */
+  WIRE_PROBE = 32,       /* acknowledgement: reply on this link */
+  WIRE_ACK_REQ = 32,     /* data: the sender waits for the acknowledgement */
 };
 
 /* Every pair of ranks has two queue pairs a link. Small messages have their own, so that they neither wait behind
  * bulk data nor take up its large slots. */
 enum wire_channel { WIRE_EAGER = 0, WIRE_BULK = 1 };
-#define WIRE_MAX_LINKS 2
+#define WIRE_MAX_LINKS 4
 #define WIRE_CHANNELS (2 * WIRE_MAX_LINKS)
 
-/* What every message says of all channels from its receiver to its sender. */
+/* What every message says of the two channels of a link from its receiver to its sender. */
 struct wire_acks {
-  uint32_t ack[WIRE_CHANNELS];     /* last sequence that arrived there, in order */
-  uint16_t credits[WIRE_CHANNELS]; /* receives that are posted for later ones */
+  uint32_t ack[2];     /* last sequence that arrived there, in order */
+  uint16_t credits[2]; /* receives that are posted for later ones */
 };
+
+/* The `index` of messages of send, recv and sendrecv, which have places of their own: those of each pair of ranks and
+ * direction. */
+#define WIRE_MESSAGE MLXDIST_MESSAGE
 
 struct wire_header {
   uint32_t magic;
   uint8_t kind;
   uint8_t flags;
-  uint16_t group;    /* 0: the world */
-  uint32_t sequence; /* of this message on its queue pair, from WIRE_START + 1; wraps; in an acknowledgement, which has
-                        none: ordered collectives with the receiver that the sender has come to */
-  uint32_t transfer; /* its number among those of the group from this sender to this receiver, likewise; in an abort,
-                        the last one of this group before the operation that has failed; in an acknowledgement, the
-                        operation up to which ranks meet in any case (meeting.h) */
-  uint64_t offset;   /* bytes of the transfer before this message; in an acknowledgement with WIRE_MEET its request
-                        (meeting.h) */
-  uint32_t length;   /* payload bytes */
-  uint32_t checksum; /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
-  struct wire_acks acks;
-  uint32_t cts;            /* clear to send: last transfer of the group from the receiver of this header that its sender
-                              has begun to receive */
-  uint32_t collective_seq; /* of the collective among those of its group; in an acknowledgement, sends to the receiver
-                              that the sender has come to */
+  uint16_t group;        /* 0: the world */
+  uint32_t sequence;     /* of this message on its queue pair, from WIRE_START + 1; wraps; in an acknowledgement, which
+                            has none: ordered collectives with the receiver that the sender has come to */
+  uint32_t place;        /* of the operation in the order of its group (engine/places.h), from WIRE_START + 1; wraps; in
+                            an abort, the first one of this group that has not ended well; in an acknowledgement, the
+                            operation up to which ranks meet in any case (engine/meeting.h) */
+  uint64_t offset;       /* bytes of the transfer before this message; in an acknowledgement with WIRE_MEET its request
+                            (engine/meeting.h) */
+  uint32_t length;       /* payload bytes */
+  uint32_t checksum;     /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
+  struct wire_acks acks; /* of the first link */
+  uint32_t cts;          /* clear to send: the place, in `group`, of an operation that the sender of this header has
+                            begun to receive in */
+  uint64_t label;        /* of the first message of a transfer (engine/label.h); in an acknowledgement, sends to the
+                            receiver that the sender has come to */
+  uint16_t index;        /* of the transfer, among those of its operation between these ranks in this direction */
+  uint16_t epoch;        /* of the world: 0, until worlds shrink and grow */
+  uint8_t naks;          /* a mask of channels: retransmit what follows `ack` there */
+  uint8_t reserved[3];
 };
 static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
+
+/* Where ranks are joined by several links, this stands behind each header. */
+struct wire_links {
+  struct wire_acks acks[WIRE_MAX_LINKS - 1];
+  uint8_t reserved[64 - (WIRE_MAX_LINKS - 1) * sizeof(struct wire_acks)];
+};
+static_assert(sizeof(struct wire_links) == 64, "payloads stay aligned for SIMD");
 
 /* `bytes`: a message, at least its header. */
 static inline uint32_t wire_checksum(const char* bytes, uint64_t length) {

@@ -1,6 +1,5 @@
 """`make check-macos`: compiles and links mlxdist as a Mac would, against MLX's wheels for macOS."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -39,13 +38,6 @@ def fetch(version: str) -> Path:
     return directory
 
 
-def use_sdk(wheels: Path, sdk: Path) -> None:
-    """MLX's wheel names the frameworks by the Xcode that built it. Compilers on a Mac ignore one that is missing;
-    zig warns of it at each file."""
-    targets = wheels / "mlx/share/cmake/MLX/MLXTargets.cmake"
-    targets.write_text(re.sub(r'/Applications/[^";]*?/(?=System/Library/Frameworks/)', f"{sdk}/", targets.read_text()))
-
-
 def main() -> int:
     lld = find_lld()
     print("linked by " + " ".join(lld) if lld else "not linked: there is no ld64.lld (Debian: apt-get install lld)")
@@ -58,7 +50,6 @@ def check(version: str) -> int:
     wheels = fetch(version)
     sdk = BUILD / f"sdk-{version}"
     make_sdk(sdk, [*wheels.glob("mlx/lib/*.dylib"), *wheels.glob("mlx/*.so")])
-    use_sdk(wheels, sdk)
     tools = Path(sys.executable).parent
     build = BUILD / version
     configure = [tools / "cmake", "-S", ROOT / "native", "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]

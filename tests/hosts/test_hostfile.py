@@ -55,7 +55,8 @@ def test_mlx_reads_what_is_written():
         ("a\nb\n", "slots", {"a": 1, "b": 1}),
         ("# two\na slots=2 # here\n\nb   slots=3 max_slots=4\n", "slots", {"a": 2, "b": 3}),
         ("a max-slots=4", "slots", {"a": 1}),
-        ("user@a:2\nb:4", "colon", {"user@a": 2, "b": 4}),
+        ("a:2\nb:4", "colon", {"a": 2, "b": 4}),
+        ("user@a slots=2\nb", "slots", {"user@a": 2, "b": 1}),
         ("[fe80::1%en0]:3\nfe80::2\n", "slots", {"fe80::1%en0": 3, "fe80::2": 1}),
         ('[{"ssh": "a"}, {"ssh": "b", "slots": 2}]', "json", {"a": 1, "b": 2}),
         ('{"hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}], "envs": [], "backend": ""}', "json", {"a": 1}),
@@ -99,14 +100,16 @@ def test_json_may_repeat_a_host_for_each_of_its_ranks():
         ("", ["line 1: there is no host in it"]),
         ("# nothing\n", ["line 1: there is no host in it"]),
         ("a\nb\na slots=3", ["line 3: a is there twice, first in line 1; write it once, with 4 slots"]),
-        ("a slots=0", ["line 1: slots are a number from 1 to 1024, not '0'"]),
-        ("a slots=two", ["line 1: slots are a number from 1 to 1024, not 'two'"]),
-        ("a:x", ["line 1: slots are a number from 1 to 1024, not 'x'"]),
+        ("a slots=0", ["line 1: slots are a number from 1 to 256, not '0'"]),
+        ("a slots=two", ["line 1: slots are a number from 1 to 256, not 'two'"]),
+        ("a:x", ["line 1: slots are a number from 1 to 256, not 'x'"]),
         ("a:2 slots=3", ["line 1: 'slots=3': the number of slots is there twice"]),
+        ("me@a:22", ["line 1: 'me@a:22': is 22 a number of ranks or the port of ssh? For ranks write `me@a slots=22`"]),
+        ('[{"ssh": "me@a:22"}]', ["line 1: 'me@a:22' has a port; write it in ~/.ssh/config (Port 22)"]),
         ("a gpu", ["line 1: 'gpu' is not understood; write `host slots=N`, one host to a line"]),
         ("-oProxyCommand=x", ["line 1: '-oProxyCommand=x' is no name or address of a host"]),
         ("a\nb;rm slots=1", ["line 2: 'b;rm' is no name"]),
-        ("a slots=1000\nb slots=100", ["line 2: 1100 ranks; at most 1024 are possible"]),
+        ("a slots=200\nb slots=100", ["line 2: 300 ranks; at most 256 are possible"]),
         ('{\n"hosts": 3}', ['line 2: "hosts" must be a list of hosts']),
         ("[]", ["line 1: there is no host in it"]),
         ("null\n", ['line 1: "hosts" must be a list of hosts']),
@@ -126,7 +129,7 @@ def test_json_may_repeat_a_host_for_each_of_its_ranks():
         ('[{"ssh": "a", "ips": "10.0.0.1"}]', ['line 1: "ips" must be a list of texts']),
         ('{"hosts": [{"ssh": "a"}],\n"envs": ["A=1", "B"]}', ["line 2: \"envs\": 'B' sets no environment variable"]),
         ('{"backend": "tcp", "hosts": [{"ssh": "a"}]}', ["line 1: \"backend\" is 'tcp'; it can be any, auto"]),
-        ('[{"ssh": "a", "slots": true}]', ["line 1: slots are a number from 1 to 1024, not True"]),
+        ('[{"ssh": "a", "slots": true}]', ["line 1: slots are a number from 1 to 256, not True"]),
         (
             '[["10.0.0.1:5000"],\n["10.0.0.1"], []]',
             ["line 2: '10.0.0.1' is no address such as", "line 2: a rank without"],
@@ -261,8 +264,8 @@ def test_slurm_lists(nodes):
         ("n[a-b]", "'a-b' is neither"),
         ("n[1-]", "'1-' is neither"),
         ("n[5-3]", "'5-3' goes backwards"),
-        ("n[1-2000]", "more than 1024 hosts"),
-        ("n[0-9][0-9][0-9][0-9][0-9][0-9]", "more than 1024 hosts"),
+        ("n[1-2000]", "more than 256 hosts"),
+        ("n[0-9][0-9][0-9][0-9][0-9][0-9]", "more than 256 hosts"),
         ("n[1-99999999999999999999]", "neither a number nor a range"),
         ("-oProxy", "is no name or address"),
     ],
@@ -275,7 +278,7 @@ def test_what_is_no_slurm_list(nodes, message):
 def test_slurm_tasks():
     assert tasks_per_node("4", 1) == [4]
     assert tasks_per_node("2(x3),1", 4) == [2, 2, 2, 1]
-    refused = {"2(x3)": "is for 3 hosts, but there are 4", "2,x": "'x' is no number", "9(x9999999)": "more than 1024"}
+    refused = {"2(x3)": "is for 3 hosts, but there are 4", "2,x": "'x' is no number", "9(x9999999)": "more than 256"}
     for tasks, message in refused.items():
         with pytest.raises(InvalidArgument, match=re.escape(message)):
             tasks_per_node(tasks, 4)
@@ -318,7 +321,37 @@ def test_the_ports_of_a_ring_are_kept_or_left_out_with_a_word():
     assert (json.loads(kept.stdout), kept.stderr) == (json.loads(ring), "")
     left_out = run("convert", "-", "--to", "json", input=ring)
     assert left_out.exit_code == 0 and "5000" not in left_out.stdout
-    assert "the ports are left out, for json has no place for them" in left_out.stderr
+    assert "left out, for json has no place for it: the ports" in left_out.stderr
+
+
+def test_a_ring_is_written_with_a_word_on_what_it_lacks():
+    converted = run("convert", str(EXAMPLE), "--to", "ring")
+    assert json.loads(converted.stdout) == [["192.168.0.1:32323"], ["192.168.0.2:32324"]]
+    lost = "left out, for ring has no place for it: a backend, environment variables, devices of cables, names for ssh"
+    assert lost in converted.stderr
+    plain = run("convert", "-", "--to", "ring", input='[{"ssh": "10.0.0.1", "ips": ["10.0.0.1"]}]')
+    assert (json.loads(plain.stdout), plain.stderr) == ([["10.0.0.1:32323"]], "")
+
+
+def test_a_user_stays_in_every_format_that_can_say_it():
+    found = parse("me@a slots=2")
+    assert parse(write(found, "slots")).hosts == found.hosts
+    with pytest.raises(InvalidArgument, match="colon has no place for users of ssh"):
+        write(found, "colon")
+
+
+def test_ranks_of_each_host_agree_with_its_slots():
+    """`--gpus 4` beside `host:4` are four ranks on a host, as is either alone."""
+    assert parse("a:4\nb").with_ranks(4).ranks == 8
+    assert parse("a\nb").with_ranks(3).ranks == 6
+    with pytest.raises(InvalidArgument, match=r"^-n 2 .* hosts.txt gives a 4 slots; leave -n out for .* 5 in all"):
+        parse("a:4\nb", "hosts.txt").with_ranks(2)
+
+
+@pytest.mark.parametrize("text", ["a slots=2\nb\n", "a:2\nb:1\n", '[{"ssh": "a", "slots": 2}, {"ssh": "b"}]'])
+def test_a_byte_order_mark_is_none_of_the_first_name(tmp_path, text):
+    (tmp_path / "hosts").write_text(text, encoding="utf-8-sig")
+    assert [host.name for host in read(tmp_path / "hosts").hosts] == ["a", "b"]
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):

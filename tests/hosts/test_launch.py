@@ -83,7 +83,7 @@ def test_ranks_have_the_numbers_that_mlx_programs_look_for(monkeypatch):
     assert lines == [f"[{rank}] {[str(rank)] * 3 + ['2']}" for rank in range(2)]
 
 
-@pytest.mark.parametrize("option", ["--gpus", "--repeat-hosts"])
+@pytest.mark.parametrize("option", ["--gpus", "--repeat-hosts", "-np"])
 def test_other_names_of_n(option):
     job = subprocess.run([*LAUNCH, option, "2", "--", "echo", "x"], capture_output=True, timeout=30)
     assert sorted(job.stdout.splitlines()) == [b"[0] x", b"[1] x"]
@@ -140,6 +140,12 @@ def test_a_command_is_looked_for_where_it_will_run(tmp_path):
 def test_a_dry_run_creates_no_directory(tmp_path):
     job = launch(1, "true", options=["--log-dir", str(tmp_path / "logs"), "--dry-run"])
     assert job.returncode == 0 and not (tmp_path / "logs").exists()
+
+
+def test_a_byte_order_mark_of_an_env_file_is_not_read(tmp_path):
+    (tmp_path / "env").write_text("A_NAME=1\n", encoding="utf-8-sig")
+    job = python(1, "print(os.environ['A_NAME'])", options=["--env-file", str(tmp_path / "env")])
+    assert job.stdout == b"[0] 1\n", job.stderr
 
 
 def test_an_env_file_that_is_no_text(tmp_path):
@@ -240,9 +246,9 @@ def test_without_a_place_for_kernels(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, status, words",
     [
-        (["-n", "0", "--", "true"], 2, "0 is not in the range 1<=x<=1024"),
+        (["-n", "0", "--", "true"], 2, "0 is not in the range 1<=x<=256"),
         (["-n", "-1", "--", "true"], 2, "-1 is not in the range"),
-        (["-n", "1025", "--", "true"], 2, "1025 is not in the range"),
+        (["-n", "300", "--", "true"], 2, "300 is not in the range 1<=x<=256"),
         (["-n", "two", "--", "true"], 2, "'two' is not a valid integer"),
         (["--", "true"], 2, "Missing option '-n'"),
         (["-n", "2"], 2, "No command given. Write it after --"),
@@ -300,7 +306,7 @@ def test_a_current_directory_that_does_not_exist(tmp_path):
 def test_the_exit_status_of_bad_input():
     job = subprocess.run([*LAUNCH, "-n", "0", "--", "true"], capture_output=True, text=True, timeout=30)
     assert (job.returncode, job.stdout) == (2, "")
-    assert "0 is not in the range 1<=x<=1024" in job.stderr
+    assert "0 is not in the range 1<=x<=256" in job.stderr
 
 
 def test_a_script_is_a_command(tmp_path):

@@ -176,6 +176,30 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     assert shown[6] == 'MLXDIST_DEVICE_MAP=[[null, ["en2"]], [["en2"], null]]'
 
 
+@pytest.mark.parametrize("options, ranks", [([], 16), (["--gpus", "4"], 16), (["--hosts", "a,b", "-n", "3"], 6)])
+def test_mlx_hostfile_names_the_hosts(tmp_path, monkeypatch, options, ranks):
+    (tmp_path / "hosts").write_text("".join(f"node{number}:4\n" for number in range(4)))
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
+    job = launch(LAUNCH, *options, "--dry-run", "train.py")
+    shown = [line for line in job.stdout.splitlines() if line.startswith("[")]
+    assert job.returncode == 0 and len(shown) == ranks, job.stderr
+    assert (f"hosts of {tmp_path}/hosts (MLX_HOSTFILE)" in job.stderr) == ("--hosts" not in options)
+
+
+def test_mlx_hostfile_of_a_rank_is_not_the_user_s(monkeypatch):
+    monkeypatch.setenv("MLX_HOSTFILE", "/no/file")
+    monkeypatch.setenv("MLX_RANK", "0")
+    job = launch(LAUNCH, "-n", "2", "--dry-run", "train.py")
+    assert (job.returncode, job.stderr, len(job.stdout.splitlines())) == (0, "", 2)
+
+
+@pytest.mark.parametrize("options", [["--gpus", "2"], ["-n", "8"]])
+def test_ranks_that_contradict_the_slots(tmp_path, options):
+    (tmp_path / "hosts").write_text("a:4\nb:4\n")
+    job = launch(LAUNCH, "--hostfile", str(tmp_path / "hosts"), *options, "--dry-run", "train.py")
+    assert (job.returncode, job.stdout) == (2, "") and "gives a 4 slots; leave -n out" in job.stderr
+
+
 def test_ctrl_c_while_a_host_does_not_respond(tmp_path):
     silent = tmp_path / "silent"
     silent.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 60\n")

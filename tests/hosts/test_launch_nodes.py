@@ -154,6 +154,8 @@ def test_the_secret_of_a_file(tmp_path):
     file.chmod(0o600)
     assert from_options(2, 0, "localhost", str(file), SECRET).secret == "cd" * 32, "before the variable"
     assert "cdcd" not in repr(from_options(2, 0, "localhost", str(file), {}))
+    file.write_text("ef" * 32, encoding="utf-8-sig")
+    assert from_options(2, 0, "localhost", str(file), {}).secret == "ef" * 32
     file.write_text("not hex")
     with pytest.raises(InvalidArgument, match=f"--secret-file {file} must be 32 to 256 hex digits"):
         from_options(2, 0, "h", str(file), {})
@@ -213,7 +215,7 @@ def test_the_hosts_of_an_allocation(monkeypatch):
     "options, words",
     [
         (["--hosts", "a"], "--nodes is for launchers that something else starts on each node"),
-        (["-n", "1000"], "2 nodes with 1000 ranks each; at most 1024 ranks"),
+        (["-n", "200"], "2 nodes with 200 ranks each; at most 256 ranks"),
         ([], "Missing option '-n'"),
         (["-n", "1", "--max-restarts", "1"], "--max-restarts is not for --nodes"),
         (["-n", "1", "--starting-port", "4711"], "the port is in --master-addr"),

@@ -92,6 +92,16 @@ def test_an_error_that_all_ranks_raise_is_shown_once():
         assert all(line.startswith(f"[{rank}] ") for first in frames for line in lines[first : first + 3])
 
 
+@pytest.mark.parametrize("program, error", [("x = (1\n", "SyntaxError"), ("if 1:\nprint(1)\n", "IndentationError")])
+def test_a_program_that_cannot_be_compiled_is_shown_once(tmp_path, program, error):
+    """Python prints no traceback of it. The launcher repeated it, too, as the last lines of the first rank."""
+    (tmp_path / "train.py").write_text(program)
+    job = launch(3, sys.executable, str(tmp_path / "train.py"), options=["--grace-period", "5"])
+    *lines, last = job.stderr.decode().splitlines()
+    assert sum("train.py" in line for line in lines) == 1 and sum(f"] {error}: " in line for line in lines) == 3
+    assert len(lines) == 6 and last.startswith("mlxdist launch: rank ")
+
+
 def test_frames_inside_of_mlxdist_are_left_out(tmp_path):
     program = "from mlxdist.base.environment import Environment\nEnvironment.read({'MLXDIST_RANK': 'x'})"
     job = python(1, program, options=["--log-dir", str(tmp_path)])

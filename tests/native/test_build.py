@@ -93,10 +93,13 @@ def test_every_other_pair_is_rejected(tmp_path, mlx, nanobind):
 
 def test_build_reads_the_table(tmp_path):
     """The whole configuration, with an MLX of another version in place of the installed one."""
-    (tmp_path / "MLXConfig.cmake").write_text("set(MLX_LIBRARIES mlx)\n")
-    (tmp_path / "MLXConfigVersion.cmake").write_text(
-        'set(PACKAGE_VERSION "0.31.2")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n'
+    header = "".join(
+        f"#define MLX_VERSION_{name} {number}\n" for name, number in (("MAJOR", 0), ("MINOR", 31), ("PATCH", 2))
     )
+    (tmp_path / "include" / "mlx").mkdir(parents=True)
+    (tmp_path / "include" / "mlx" / "version.h").write_text(header)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / f"libmlx.{'dylib' if sys.platform == 'darwin' else 'so'}").touch()
     configure = [BIN / "cmake", "-S", ROOT / "native", "-B", tmp_path / "build", "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
     output = fails(*configure, "-DSKBUILD_PROJECT_VERSION=0", f"-DMLX_ROOT={tmp_path}")

@@ -44,7 +44,7 @@ WORK = {
     "engine/deadline.c": None,
     "engine/abort.c": {"abort_receive"},
     "engine/progress.c": {"on_ack", "fill_ack"},
-    "engine/matching.c": {"note_cts", "matching_on_cts", "matching_send_cts"},
+    "engine/matching.c": {"matching_on_cts", "matching_take_early_cts", "matching_send_cts"},
     "engine/transfer.h": {"transfer_is_acked"},
     "engine/transfer.c": {"describes", "check_first", "next_piece", "may_send"},
 }  # fmt: skip

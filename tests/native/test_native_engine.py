@@ -35,10 +35,11 @@ def test_engine(tmp_path, name, variant):
     assert f"{name} passed" in run_program(program, timeout=600)
 
 
+@pytest.mark.parametrize("name", ["operation_test", "places_test"])
 @pytest.mark.parametrize(
     "variant", ["optimized", pytest.param("memory", marks=[pytest.mark.sanitize, pytest.mark.long])]
 )
-def test_engine_without_collectives(tmp_path, variant):
+def test_engine_without_collectives(tmp_path, name, variant):
     flags = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes("engine"), *VARIANTS[variant]]
-    sources = [NATIVE / "tests" / "operation_test.c", *layer_sources("engine")]
-    assert "operation_test passed" in run_program(build_program(tmp_path / "operation", sources, flags))
+    sources = [NATIVE / "tests" / f"{name}.c", *layer_sources("engine")]
+    assert f"{name} passed" in run_program(build_program(tmp_path / "program", sources, flags))

@@ -31,6 +31,25 @@ def test_ulysses(run_ranks, scenario, model, ranks):
     equal(run_ranks, ranks, scenario, model, "ulysses")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, ["ring"]),
+        *(pytest.param(ranks, ["ring"], marks=LONG) for ranks in (1, 3, 4)),
+        *(pytest.param(ranks, ["ulysses"], marks=LONG) for ranks in (2, 4)),
+        *(pytest.param(4, [method, axis], marks=LONG) for method in ("ring", "ulysses") for axis in ("dp", "fsdp")),
+    ],
+)
+def test_ranks_without_targets(run_ranks, ranks, arguments):
+    """Of masked prompts and padding: their gradients are those of the other ranks' targets."""
+    equal(run_ranks, ranks, "masked", *arguments)
+
+
+@LONG
+def test_prompts_of_a_model_whose_offset_is_an_array(run_ranks):
+    equal(run_ranks, 3, "prefilling", "gemma4", "ring")
+
+
 @LONG
 def test_a_layer_that_is_computed_again_in_backward(run_ranks):
     equal(run_ranks, 2, "training", "llama", "ring", "checkpointed")

@@ -31,7 +31,7 @@ def test_every_model_file_of_mlx_lm(run_ranks):
     right(run_ranks, 2, "models", "plain", *names, timeout=400)
 
 
-@pytest.mark.parametrize("scenario", ["bytes_sent", "all_shapes", "bad_input"])
+@pytest.mark.parametrize("scenario", ["bytes_sent", "all_shapes", "bad_input", "bad_pair"])
 def test_caches(run_ranks, scenario):
     right(run_ranks, 2, scenario)
 
@@ -39,9 +39,14 @@ def test_caches(run_ranks, scenario):
 ARRAY_OF_NO_DTYPE = '[["KVCache", [{"shape": [1], "dtype": "os"}]]]'
 
 
-@pytest.mark.parametrize("text", ["long", "[", "3", "[" * 9999, '[["os", []]]', ARRAY_OF_NO_DTYPE])
-def test_bytes_that_describe_no_cache(run_ranks, text):
+@pytest.mark.parametrize("text", ["long", *(pytest.param(text, marks=LONG) for text in ("[", "3", "[" * 9999))])
+def test_bytes_that_are_no_message(run_ranks, text):
     right(run_ranks, 2, "bad_bytes", text)
+
+
+@pytest.mark.parametrize("layers", [ARRAY_OF_NO_DTYPE, pytest.param('[["os", []]]', marks=LONG)])
+def test_messages_that_describe_no_cache(run_ranks, layers):
+    right(run_ranks, 2, "bad_layers", layers)
 
 
 def test_a_sender_that_dies(run_ranks):

@@ -2,18 +2,21 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
+from bpe_models import save_bpe_model_folder
 from launching import LAUNCH, Terminal, nothing_left, wait_for  # noqa: F401
 from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes, save_config, save_model
@@ -293,6 +296,36 @@ def test_server_of_mlxdist_lm(saved_model, kind, ranks):
         expected = [ask(address, question) for question in ("hello", "another question")]
     with server(directory, ranks, "mlxdist.lm") as address, ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda question: ask(address, question), ("hello", "another question"))) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stop_words_of_the_server_of_mlxdist_lm(tmp_path, ranks):
+    """Words of its answers, which the model writes with any tokens. Requests with a seed are in no batch."""
+    generator = random.Random(ranks)
+
+    def choice(number, **stop):
+        sampled = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
+        body = {"prompt": f"question {number}", "max_tokens": 30} | sampled | stop
+        request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+        return answer["choices"][0], answer["usage"]["completion_tokens"]
+
+    def compare(number):
+        full, tokens = choice(number)
+        start = generator.randrange(len(full["text"]))
+        words = [full["text"][start : start + 1 + number % 5], "never said"]
+        found, fewer = choice(number, stop=words)
+        assert found == {"index": 0, "finish_reason": "stop", "text": full["text"][: full["text"].find(words[0])]}
+        assert fewer <= tokens
+
+    with server(save_bpe_model_folder(tmp_path / "tiny"), ranks, "mlxdist.lm") as address:
+        address = address.replace("chat/", "")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(compare, range(24)))
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            choice(0, stop=["", "word"])
 
 
 # `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a

@@ -71,6 +71,28 @@ def test_bad_input(run_ranks, ranks):
     equal(run_ranks, ranks, "bad_input")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "model", "virtual"),
+    [
+        (2, "gemma", "2"),
+        *(pytest.param(ranks, "qwen3", "1", marks=LONG) for ranks in (1, 2, 3, 4)),
+        pytest.param(4, "gemma", "1", marks=LONG),
+    ],
+)
+def test_terms_of_a_loss_that_are_not_made_of_logits(run_ranks, ranks, model, virtual):
+    equal(run_ranks, ranks, "own_terms", model, virtual)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])
+def test_terms_of_a_loss_that_would_be_lost(run_ranks, ranks):
+    equal(run_ranks, ranks, "lost_terms")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_what_two_stages_hold_is_frozen_on_one(run_ranks, ranks):
+    equal(run_ranks, ranks, "frozen_on_one_stage")
+
+
 @LONG
 def test_activations_of_another_dtype(run_ranks):
     equal(run_ranks, 2, "other_dtype")

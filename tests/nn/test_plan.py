@@ -97,7 +97,7 @@ def test_json_both_ways():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"tp": 2000}, "tp is 2000, not a whole number from 1 to 1024"),
+        ({"tp": 2000}, "tp is 2000, not a whole number from 1 to 256"),
         ({"ep": True}, "ep is True, not a whole number"),
         ({"rank_shares": [1, -1]}, "rank_shares is -1, not a number above 0"),
         ({"rank_shares": [1]}, "rank_shares must be tp positive numbers"),

@@ -4,6 +4,7 @@ Every rank has the model of one process, too, which gets the full sequence.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +17,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 from mlx_lm.tuner.trainer import grad_checkpoint
 
 import mlxdist
+from mlxdist import train
 from mlxdist.nn import context_parallel, gather_sequence, plan_shards, prefill, shard_model, shard_sequence
+from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.train.trainer import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -136,6 +140,59 @@ def with_tensor_parallel(order: str) -> None:
             close(path, mine, expected_gradients[path], 1e-4)
 
 
+def plain(model: nn.Module, batch: mx.array, lengths: mx.array, cp: mlxdist.Group | None = None) -> tuple:
+    """The mean over the targets, which is not a number on a rank without any."""
+    steps = mx.arange(1, batch.shape[1])
+    parts = [batch[:, :-1], batch[:, 1:], mx.logical_and(steps >= lengths[:, :1], steps < lengths[:, 1:])]
+    if cp is not None:
+        parts = [shard_sequence(part, group=cp) for part in parts]
+    inputs, targets, mask = parts
+    return (nn.losses.cross_entropy(model(inputs), targets) * mask).sum() / mask.sum(), mask.sum()
+
+
+def masked(method: str, axis: str = "") -> None:
+    """Masks that leave no, one, or all ranks of cp without targets: the loss and gradients of one process."""
+    mesh = mlxdist.mesh(cp=-1, **({axis: 2} if axis else {}))
+    cp, data, rows = mesh["cp"], mesh["dp", "fsdp", "cp"], 2 * mesh.size("dp") * mesh.size("fsdp")
+    batch, width = tokens(rows, 48 + 1), 49
+    own = slice(2 * mesh.coordinates[axis], 2 * mesh.coordinates[axis] + 2) if axis else slice(rows)
+    whole, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    context_parallel(model, cp, method)
+    if axis == "fsdp":
+        train.fully_shard(model, mesh=mesh)
+    where = cuts(model)
+    for targets in ([0, width], [width - 4, width], [20, 24], [width, width]):
+        lengths = mx.array([targets] * (rows - 1) + [[targets[0], max(targets[0], targets[1] - 1)]])
+        (want, count), expected = nn.value_and_grad(whole, plain)(whole, batch, lengths)
+        expected = dict(tree_flatten(expected))
+        for fn, accumulate in (masked_loss, 1), (plain, 2):
+            step = train.value_and_grad(model, partial(fn, cp=cp), mesh=mesh, accumulate=accumulate)
+            (got, own_count), gradients = step(model, batch[own], lengths[own])
+            sums = mlxdist.all_sum(mx.stack([mx.where(own_count > 0, got * own_count, 0), own_count]), group=data)
+            assert sums[1].item() == count.item(), (targets, sums, count)
+            for path, gradient in tree_flatten(gradients):
+                wanted = where[path].take(expected[path])
+                if wanted.size:
+                    close(f"{path} {targets}", gradient, wanted if count.item() else mx.zeros_like(wanted))
+            if count.item():
+                close("loss", sums[0] / sums[1], want)
+    if axis:
+        return
+    # Of a group without a mesh; and as the guide says for loops of MLX's own value_and_grad.
+    lengths = mx.array([[20, 24]] * rows)
+    expected = dict(tree_flatten(nn.value_and_grad(whole, plain)(whole, batch, lengths)[1]))
+    by_group = train.value_and_grad(model, partial(plain, cp=cp), group=cp)(model, batch, lengths)[1]
+
+    def share(model: nn.Module) -> mx.array:
+        loss, own_count = masked_loss(model, batch, lengths, cp=cp)
+        return loss * own_count / mlxdist.all_sum(own_count, group=cp)
+
+    by_hand = nn.value_and_grad(model, share)(model)[1]
+    for path, gradient in tree_flatten(by_group):
+        close(path, gradient, expected[path])
+        close(path, mlxdist.all_sum(dict(tree_flatten(by_hand))[path], group=cp), expected[path])
+
+
 def bad_input() -> None:
     """Refused with the same words on all ranks, and the model stays as it is."""
     for name, message in [
@@ -154,8 +211,15 @@ def bad_input() -> None:
     model = tiny_models.build("qwen3")
     with pytest.raises(mlxdist.InvalidArgument, match="method must be 'ring' or 'ulysses', not 'flash'"):
         context_parallel(model, group, "flash")
-    with pytest.raises(mlxdist.InvalidArgument, match="the ranks disagree about the arguments"):
+    with pytest.raises(mlxdist.Mismatch, match="the ranks disagree about the arguments"):
         context_parallel(model, group, ["ring", "ulysses"][rank % 2])
+    if rank == size - 1:
+        model.layers[1].freeze()
+    with pytest.raises(
+        mlxdist.Mismatch, match=r"parameter model.layers.1.*: float32 \[\d.*\d\] on rank 0, .* frozen on"
+    ):
+        context_parallel(model, group)
+    model.unfreeze()
     context_parallel(model, group)
     with pytest.raises(mlxdist.InvalidArgument, match="is context-parallel already"):
         context_parallel(model, group)
@@ -168,7 +232,7 @@ def bad_input() -> None:
     with pytest.raises(mlxdist.InvalidArgument, match="computes with the mask as an array"):
         masked(tokens(1, 4))
     for prompt, message in ([], r"shape \(0,\)"), (tokens(2, 3), r"shape \(2, 3\)"), (mx.array([rank]), "disagree"):
-        with pytest.raises(mlxdist.InvalidArgument, match=message):
+        with pytest.raises(mlxdist.Mismatch if message == "disagree" else mlxdist.InvalidArgument, match=message):
             prefill(model, prompt, group)
     other = tiny_models.build("qwen3")
     assert mx.array_equal(other(tokens(1, 3)), tiny_models.build("qwen3")(tokens(1, 3)))  # of the same file

@@ -206,7 +206,8 @@ def wrong() -> None:
     own = rank == last
     before = signal.getsignal(signal.SIGTERM)
     rejected(lambda: train.Control(save_every=0 if own else 5), "save_every is 0")
-    rejected(lambda: train.Control(save_every=5 + own) if size > 1 else train.Control(save_every=-1), "")
+    if size > 1:
+        rejected(lambda: train.Control(save_every=5 + own), "disagree about the arguments", mlxdist.Mismatch)
     rejected(lambda: train.Control(max_host_memory=95), "max_host_memory is 95")
     rejected(lambda: train.Control(min_device_memory=1.5), "min_device_memory is 1.5")
     rejected(lambda: train.Control(end_at=float("nan")), "end_at is nan")

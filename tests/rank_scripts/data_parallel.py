@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 import mlxdist
 
@@ -61,6 +61,17 @@ def odd_trees() -> None:
             assert (got.dtype, got.shape) == (given.dtype, given.shape), path
             bits = np.array(got.view(mx.uint16) if got.dtype == mx.bfloat16 else got)
             assert reference.same(bits, expected[path]), f"{path} with buckets of {all_reduce_size}: {got}"
+
+
+def of_guides() -> None:
+    """The function that MLX's guide writes out, by its name; then the end, as such programs have it."""
+    gradients = {"a": mx.arange(5.0) * (rank + 1), "b": [mx.full((2, 3), float(rank))]}
+    expected = tree_map(lambda x: mx.distributed.all_sum(x, group=group.mlx) / size, gradients)
+    averaged = mlxdist.all_reduce_grads(gradients)
+    mx.eval(expected, averaged)
+    for (path, ours), (_, theirs) in zip(tree_flatten(averaged), tree_flatten(expected)):
+        assert np.array_equal(np.array(ours), np.array(theirs)), path
+    mlxdist.finalize()
 
 
 def messages() -> None:

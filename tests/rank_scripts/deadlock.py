@@ -246,6 +246,7 @@ MALFORMED = [
     b'{"request": 1, "edges": [' + b"[0, 0, 0, 1]," * 4000 + b"[0, 0, 0, 1]]}",
     *(b'{"request": %d, "answer": [[["a", 1, 1, 0, 1, 1, 1]], 3, 4, 5], "of": 1, "come": {}}' % n for n in range(9)),
     b'{"failure": 3}',
+    b'{"warning": 3}',
 ]
 
 

@@ -67,6 +67,9 @@ def refused_on_all_ranks() -> None:
     assert balance.bias.tolist() == [0, 0, 0, 0] and balance.load.total == 0
     balance.update(mx.array([1]))
     assert balance.bias.tolist()[1] < 0 < balance.bias.tolist()[0]
+    if size > 1:
+        with pytest.raises(mlxdist.Mismatch, match="disagree about the experts: 4 on rank 0, 5 on rank"):
+            BalanceBias(4 + (rank == size - 1))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ if group.rank() == group.size() - 1 and len(sys.argv) > 2:
 for timer in timers:
     timer.start()
 try:
-    group.finalize()
+    mlxdist.finalize()
 finally:
     for timer in timers:
         timer.cancel()

@@ -209,7 +209,7 @@ def low_rank_adapters() -> None:
 def models_of_mlx_lm() -> None:
     from tiny_models import build
 
-    for name in ("qwen3", "qwen3_moe"):
+    for name in ("qwen3", "qwen3_moe", "qwen3_moe"):  # models of mlx-lm with experts share the default activation
         reference, model = pair(partial(build, name))
         fully_shard(model)
         train(model, reference, steps=3, tolerance=1e-4)
@@ -288,9 +288,19 @@ def refused() -> None:
         with pytest.raises(mlxdist.InvalidArgument, match=message):
             fully_shard(model, **(options if rank == size - 1 else {}))
         assert type(model) is Model and model.embed.weight.shape == (17, 5)
-    for module, message in [(3, "must be an nn.Module, not a int"), (Model(dims=6 - rank), "ranks disagree|^$")]:
+    with pytest.raises(mlxdist.InvalidArgument, match="must be an nn.Module, not a int"):
+        fully_shard(3)
+    half_frozen = Model()
+    if rank == size - 1:
+        half_frozen.embed.freeze()
+    for module, message in (
+        (Model(dims=6 - rank), "6. on rank 0, .* 5"),
+        (half_frozen, r"on rank 0, .*, frozen on rank"),
+    ):
         if size > 1:
-            with pytest.raises(mlxdist.InvalidArgument, match=message):
+            with pytest.raises(
+                mlxdist.Mismatch, match=f"the ranks disagree about the parameter embed.weight.*{message}"
+            ):
                 fully_shard(module)
     if size > 1:
         first, second = Block(4), Block(4)

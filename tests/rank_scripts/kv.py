@@ -3,6 +3,7 @@
 Every rank has the model. Rank 0 computes the prompt, the others go on with its cache.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 
 import mlxdist
 from mlxdist import kv
+from mlxdist.kv.agreement import propose
+from mlxdist.kv.same_model import described_model
+from mlxdist.kv.states import CACHES
 from mlxdist.nn import pipeline_parallel, plan_shards, shard_model
 from mlxdist.nn.rank_checks import texts
 
@@ -55,9 +59,9 @@ def models(made, *names):
         if rank == 0:
             cache = prefilled(model, made)
             for other in range(1, size):
-                kv.send(cache, other)
+                kv.send(cache, other, model=model)
         else:
-            cache = kv.recv(0)
+            cache = kv.recv(0, model=model)
         expected = prefilled(model, made)
         assert [type(layer) for layer in cache] == [type(layer) for layer in expected], name
         for a, b in zip(goes_on(model, cache), goes_on(model, expected), strict=True):
@@ -65,17 +69,17 @@ def models(made, *names):
 
 
 def bytes_sent():
-    """Those of the tokens and a description; the room that a cache has for more stays here."""
+    """Those of the tokens and descriptions; the room that a cache has for more stays here."""
     model = tiny_models.build("qwen3")
     cache = prefilled(model, "plain")
     mx.eval([layer.state for layer in cache])
     tokens = sum(x[..., : PROMPT.size, :].nbytes for layer in cache for x in (layer.keys, layer.values))
     before = group.stats()["payload_bytes_sent"]
     if rank == 0:
-        kv.send(cache, 1)
-        assert 0 <= group.stats()["payload_bytes_sent"] - before - tokens < 200 * len(cache)
+        kv.send(cache, 1, model=model)
+        assert 0 <= group.stats()["payload_bytes_sent"] - before - tokens < 1000 + 200 * len(cache)
     elif rank == 1:
-        received = kv.recv(0)
+        received = kv.recv(0, model=model)
         assert [layer.size() for layer in received] == [PROMPT.size] * len(cache)
 
 
@@ -87,17 +91,16 @@ def all_shapes():
     for dtype in (mx.float16, mx.bfloat16, mx.uint8, mx.int64):
         cache.append(KVCache())
         cache[-1].update_and_fetch(mx.arange(15).reshape(1, 1, 5, 3).astype(dtype), mx.zeros((1, 1, 5, 0), dtype))
+    model = tiny_models.build("qwen3", num_hidden_layers=len(cache))
     if rank == 0:
-        kv.send(cache, 1)
-        kv.send([], 1)
+        kv.send(cache, 1, model=model)
     elif rank == 1:
-        received = kv.recv(0)
+        received = kv.recv(0, model=model)
         for got, expected in zip(received, cache, strict=True):
             assert type(got) is type(expected) and got.size() == expected.size()
             if got.size():
                 pairs = zip(tree_flatten(got.keys_and_values()), tree_flatten(expected.keys_and_values()), strict=True)
                 assert all(a.dtype == b.dtype and mx.array_equal(a, b) for (_, a), (_, b) in pairs)
-        assert kv.recv(0) == []
 
 
 class Sides:
@@ -149,13 +152,21 @@ def sides(senders, receivers, made, *names):
 
 
 def same_parts(senders):
-    """Without the model from each rank to one with the same shard and stage."""
+    """From each rank to one with the same shard and stage, also where it is not known which; to another, not."""
     both = Sides(senders, senders)
-    full, model = tiny_models.build("qwen3"), both.place(tiny_models.build("qwen3"))
+    full, model = tiny_models.build("qwen3_5"), both.place(tiny_models.build("qwen3_5"))
     if both.sends:
-        kv.send(prefilled(model, "plain"), rank + size // 2)
+        kv.send(prefilled(model, "plain"), rank + size // 2, model=model)
     else:
-        goes_on_right("qwen3", both, "plain", model, full, kv.recv(rank - size // 2))
+        goes_on_right("qwen3_5", both, "plain", model, full, kv.recv(rank - size // 2, model=model))
+    if both.tp == 1:
+        return
+    peer = 3 - rank  # with the other shard
+    with pytest.raises(mlxdist.InvalidArgument, match=r"layer 0, whose cache is ArraysCache, cannot be sent"):
+        if both.sends:
+            kv.send(prefilled(model, "plain"), peer, model=model)
+        else:
+            kv.recv(peer, model=model)
 
 
 def goes_on_right(name, both, made, model, full, cache):
@@ -201,6 +212,39 @@ def refused(words, run):
     assert found == found[:1] * size, found
 
 
+def bad_pair():
+    """Whatever one of two ranks does wrong is the same error on both, and the next is a new transfer."""
+    model = tiny_models.build("qwen3")
+    cache = prefilled(model, "plain")
+
+    class KVCache:  # mlx-lm's name
+        state = ()
+
+    longer = tiny_models.build("qwen3", num_hidden_layers=5)
+    cases = [
+        (None, model, model, "cache must be a list with a cache for each layer, not NoneType"),
+        ([object(), *cache[1:]], model, model, "the cache of layer 0 is object"),
+        ([KVCache(), *cache[1:]], model, model, "another class has that name"),
+        (cache[:3], model, model, "the cache has 3 layers, and is not one of the model: 4"),
+        (cache, None, model, r"without model=.*\[rank 0 "),
+        (cache, model, None, r"without model=.*\[rank 1 "),
+        (cache, model, "model", "must be an mlx.nn.Module, not str"),
+        (prefilled(longer, "plain"), longer, model, "the caches sent have 5 layers, and that of the model 4"),
+        # Caches look alike: only the configuration shows that it is another model.
+        (cache, model, tiny_models.build("qwen3", rope_theta=5e5), "cache of another model: its rope_theta is 10000.0"),
+        (cache, model, tiny_models.build("qwen2"), "cache of another model: its file is qwen3, and here qwen2"),
+    ]
+    for sent, computed, other, words in cases:
+        refused(words, lambda: kv.send(sent, 1, model=computed) if rank == 0 else kv.recv(0, model=other))
+    kind = CACHES.pop("KVCache") if rank == 1 else None  # as of another mlx-lm
+    with pytest.raises(mlxdist.Mismatch, match="sends is no prompt cache of this mlx-lm") as caught:
+        kv.send(cache, 1, model=model) if rank == 0 else kv.recv(0, model=model)
+    assert len(set(texts(str(caught.value), group))) == 1
+    CACHES.update({"KVCache": kind} if kind else {})
+    received = kv.send(cache, 1, model=model) if rank == 0 else kv.recv(0, model=model)
+    assert rank == 0 or [layer.offset for layer in received] == [PROMPT.size] * 4
+
+
 def bad_sides():
     """Ranks 0 and 1 send shards, rank 2 has the full model. After each refusal the next is a new transfer."""
     both = Sides("2x1", "1x1")
@@ -209,7 +253,7 @@ def bad_sides():
     cache = prefilled(model, "plain")
     transfer = lambda cache, model: lambda: both.transfer(cache, model)
     for missing in (1, 2):
-        refused(f"this one has none.*rank {missing} ", transfer(cache, None if rank == missing else model))
+        refused(rf"without model=.*\[rank {missing} ", transfer(cache, None if rank == missing else model))
     for fields, words in (
         ({"num_hidden_layers": 3}, "4, 4 layers, and that of the model 3"),
         ({"num_attention_heads": 8, "num_key_value_heads": 4}, "layer 0, a KVCache, is not one of the model: 2 heads"),
@@ -242,24 +286,18 @@ def bad_pairs():
             kv.send([], peers, model=model)
         with pytest.raises(mlxdist.InvalidArgument, match="kv: src is|src is '1'"):
             kv.recv(peers, model=model)
-    if rank == 0:
-        kv.send([], 1)
-    else:
-        with pytest.raises(mlxdist.Mismatch, match="rank 0 sends without a model"):
-            kv.recv(0, model=model)
 
 
 def bad_offers(layers):
     """What a sender says of its caches is checked before anything is made of it."""
     model = tiny_models.build("qwen3")
-    if rank == 0:
-        text = f'{{"problem": null, "layers": {layers}}}'
-        mlxdist.send(np.array([len(text)], np.int64), 1)
-        mlxdist.send(np.frombuffer(text.encode(), np.uint8), 1)
-    else:
-        with pytest.raises(mlxdist.Mismatch, match="rank 0 sends is no prompt cache of this mlx-lm"):
+    shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group)  # not the same part
+    with pytest.raises(mlxdist.Mismatch, match=r"ranks \[0\] sends is no prompt cache of this mlx-lm"):
+        if rank == 0:
+            propose({"model": described_model(shard), "layers": None}, None, [1], group)
+            propose(json.loads(layers), None, [1], group)
+        else:
             kv.recv(0, model=model)
-    mlxdist.barrier()
 
 
 def lost_sender():
@@ -274,21 +312,21 @@ def lost_sender():
 
 
 def bad_input():
-    class KVCache:  # mlx-lm's name
-        state = ()
-
-    for cache, words in (([object()], "the cache of layer 0 is object"), ([KVCache()], "another class has that name")):
-        with pytest.raises(mlxdist.InvalidArgument, match=words):
-            kv.send(cache, 1 - rank)
     for peer in (rank, -1, size, "1"):
-        with pytest.raises(
-            mlxdist.InvalidArgument, match=f"dst is {peer!r}, but must be another rank than {rank}, from 0 to 1"
-        ):
+        with pytest.raises(mlxdist.InvalidArgument, match=f"dst is {peer!r}, but must be other ranks than {rank},"):
             kv.send([], peer)
-        with pytest.raises(
-            mlxdist.InvalidArgument, match=f"src is {peer!r}, but must be another rank than {rank}, from 0 to 1"
-        ):
+        with pytest.raises(mlxdist.InvalidArgument, match=f"src is {peer!r}, but must be other ranks than {rank},"):
             kv.recv(peer)
+
+
+def bad_layers(layers):
+    """The same where both have all of the model."""
+    model = tiny_models.build("qwen3")
+    with pytest.raises(mlxdist.Mismatch, match=r"ranks \[0\] sends is no prompt cache of this mlx-lm"):
+        if rank == 0:
+            propose({"model": described_model(model), "layers": json.loads(layers)}, None, [1], group)
+        else:
+            kv.recv(0, model=model)
 
 
 def bad_bytes(text):
@@ -300,7 +338,7 @@ def bad_bytes(text):
             mlxdist.send(sent, 1)
     else:
         with pytest.raises(mlxdist.Mismatch, match="rank 0 describes its cache in|is no prompt cache of this mlx-lm"):
-            kv.recv(0)
+            kv.recv(0, model=tiny_models.build("qwen3"))
     mlxdist.barrier()
 
 
@@ -309,7 +347,7 @@ def lost():
     if rank == 0:
         os._exit(9)
     with pytest.raises(mlxdist.PeerLost):
-        kv.recv(0)
+        kv.recv(0, model=tiny_models.build("qwen3"))
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

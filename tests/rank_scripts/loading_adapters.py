@@ -67,7 +67,7 @@ def reject_adapters(directory: Path) -> None:
     expect(mlxdist.InvalidArgument, ["adapter_config.json"], load_sharded, directory, adapter_path=base)
     expect(mlxdist.InvalidArgument, ["no adapter_path"], lm.load, with_code(directory), adapter_path=str(missing))
     here = with_code(directory) if rank == 0 and size > 1 else directory
-    expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
+    expect(mlxdist.Mismatch, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
     reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
     read_shards, module._load_shards = module._load_shards, lambda *arguments: reads.append(arguments)
@@ -79,7 +79,7 @@ def reject_adapters(directory: Path) -> None:
     reject_damaged_adapters(directory)
     if size > 1:
         here = other if rank == 0 else missing
-        expect(mlxdist.InvalidArgument, ["disagree about the adapters"], load_sharded, directory, adapter_path=here)
+        expect(mlxdist.Mismatch, ["disagree about the adapters"], load_sharded, directory, adapter_path=here)
 
 
 def reject_damaged_adapters(directory: Path) -> None:

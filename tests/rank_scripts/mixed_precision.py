@@ -5,6 +5,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import mlxdist
@@ -27,7 +28,9 @@ def loss(model: nn.Module, x: mx.array) -> mx.array:
 
 
 def overflow() -> None:
-    """A gradient that is not finite on one rank: no rank makes the step, and all lower the scale."""
+    """A gradient that is not finite on one rank: no rank makes the step, and all lower the scale, which is one."""
+    with pytest.raises(mlxdist.Mismatch, match="disagree about the loss_scale: 1.0 on rank 0, 2.0 on rank 1"):
+        make(loss_scale=2.0 if rank == 1 else 1.0)
     for bad in range(ranks):
         model, optimizer = make(loss_scale="dynamic")
         optimizer.init(model)

@@ -70,7 +70,7 @@ def sharded() -> None:
 
 def disagree() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(mlxdist.InvalidArgument, match="the ranks disagree about the arguments"):
+    with pytest.raises(mlxdist.Mismatch, match="the ranks disagree about the arguments"):
         NanGuard(model, every=1 + rank)
     with pytest.raises(mlxdist.InvalidArgument, match="every is 0, not a number of steps"):
         NanGuard(model, every=0 if rank == LAST else 1)

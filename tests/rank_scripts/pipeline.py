@@ -151,6 +151,9 @@ def in_flight(name):
         assert generator.next() == ([], [])
         generator.close()
     assert len(set(map(tuple, found[0].values()))) > 1
+    if size > 1:
+        with pytest.raises(mlxdist.Mismatch, match="disagree about the prefill_step_size: 4 on rank 0, 8 on rank 1"):
+            PipelineBatchGenerator(model, prefill_step_size=8 if rank == 1 else 4)
 
 
 def tokens_of(generator, prompts, late):
@@ -237,7 +240,8 @@ def bad_input():
 
     def refused(words, model, plan=None):
         before = [type(module) for module in model.modules()], tree_flatten(model.parameters())
-        with pytest.raises(mlxdist.InvalidArgument, match=words):
+        kind = mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument
+        with pytest.raises(kind, match=words):
             pipeline_parallel(model, group, plan)
         assert [type(module) for module in model.modules()] == before[0]
         assert all(a is b for (_, a), (_, b) in zip(tree_flatten(model.parameters()), before[1], strict=True))

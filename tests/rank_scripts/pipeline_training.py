@@ -23,7 +23,7 @@ from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, p
 from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.step import current_computing
-from mlxdist.train import clip_grad_norm, fully_shard, value_and_grad
+from mlxdist.train import clip_grad_norm, fully_shard, stage_loss, value_and_grad
 from mlxdist.train.trainer import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -142,18 +142,19 @@ def norms(name):
 
 
 def with_context_parallel(name):
-    """Sequences over two ranks."""
+    """Sequences over two ranks, one of which may have no targets."""
     mesh = mlxdist.mesh(pp=size // 2, cp=2)
     full, model = tiny_models.build(name), tiny_models.build(name)
     context_parallel(model, mesh["cp"])
     pipeline_parallel(model, mesh["pp"])
-    batch = batch_of(8)
     alone = mlxdist.mesh(dp=size)["cp"]
-    value, expected = nn.value_and_grad(full, masked_loss)(full, *batch, cp=alone)
     step = value_and_grad(model, masked_loss, mesh=mesh, accumulate=4)
-    (loss, tokens), gradients = step(model, *batch, cp=mesh["cp"])
-    sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens.astype(mx.float32)]), group=mesh["cp"])
-    compare(model, (sums[0] / sums[1], sums[1]), gradients, value, expected)
+    tokens, lengths = batch_of(8)
+    for batch in (tokens, lengths), (tokens, mx.array([[0, 2]] * 8)):
+        value, expected = nn.value_and_grad(full, masked_loss)(full, *batch, cp=alone)
+        (loss, count), gradients = step(model, *batch, cp=mesh["cp"])
+        sums = mlxdist.all_sum(mx.stack([loss * count, count.astype(mx.float32)]), group=mesh["cp"])
+        compare(model, (sums[0] / sums[1], sums[1]), gradients, value, expected)
 
 
 def with_sharded_optimizer(name, checkpointed=""):
@@ -299,13 +300,126 @@ def counted(name):
     assert 0 <= sent - 4 * neighbors * hidden <= 64 * size, (sent, 4 * neighbors * hidden)
 
 
+def own_terms(name, virtual=1):
+    """Terms of parameters, and of activations inside the model: the loss and gradients of one process."""
+    mesh, virtual = mlxdist.mesh(pp=size), int(virtual)
+    full = tiny_models.build(name, num_hidden_layers=LAYERS)
+    model = staged(name, mesh, virtual, num_hidden_layers=LAYERS)
+    seen = []
+
+    def noting(kind):
+        def call(self, x, *args, **keywords):
+            y = kind.__call__(self, x, *args, **keywords)
+            seen.append(y.square().mean())
+            return y
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    for layer in [*full.layers, *model.layers]:
+        if "mlp" in layer and tree_flatten(layer.mlp.parameters()):  # not of another stage
+            layer.mlp.__class__ = noting(type(layer.mlp))
+
+    def loss(model, tokens, lengths):
+        seen.clear()
+        value, count, *_ = default_loss(model, tokens, lengths)
+        own = getattr(model, "stage", model).trainable_parameters()
+        squares = sum((p * p).sum() for _, p in tree_flatten(own))
+        return value + 0.1 * stage_loss(model, squares) + stage_loss(model, 1e-3 * sum(seen)) ** 2, count
+
+    batch = batch_of(8)
+    expected = nn.value_and_grad(full, loss)(full, *batch)
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        step = value_and_grad(model, loss, mesh=mesh, schedule=schedule)
+        for _ in range(2):
+            compare(model, *step(model, *batch), *expected)
+
+    def penalty(model, tokens):
+        own = getattr(model, "stage", model).trainable_parameters()
+        squares = sum((p * p).sum() for _, p in tree_flatten(own))
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean") + stage_loss(
+            model, squares
+        )
+
+    wanted, expected = nn.value_and_grad(full, penalty)(full, batch[0])
+    value, gradients = value_and_grad(model, penalty, mesh=mesh, accumulate=4)(model, batch[0])
+    compare(model, [value], gradients, [wanted], expected, 1e-4)
+    np.testing.assert_allclose(penalty(model, batch[0]).item(), wanted.item(), rtol=1e-5)  # without gradients
+
+
+def lost_terms():
+    """A term that a stage would lose, or count twice, is an error on all, which names the parameter."""
+    mesh, (tokens, _) = mlxdist.mesh(pp=size), batch_of(4)
+    model = staged("gemma", mesh)  # whose embedding is its head, too
+
+    def refused(words, term):
+        def loss(model, x):
+            logits = model(x[:, :-1])
+            return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean") + term(logits)
+
+        with pytest.raises(mlxdist.InvalidArgument, match=words):
+            value_and_grad(model, loss, mesh=mesh, accumulate=2)(model, tokens)
+
+    squares = lambda tree: sum((p * p).sum() for _, p in tree_flatten(tree))
+    lost = r"depends on 'model.layers.0.*' of stage 0 not only .* train.stage_loss\(model, term\)"
+    refused(lost, lambda _: squares(model.trainable_parameters()))
+    refused(lost, lambda _: squares(model.stage.trainable_parameters()))
+    refused(lost, lambda _: stage_loss(model, 1.0) * squares(model.trainable_parameters()))
+    twice = "depends on 'model.embed_tokens.weight', which another stage counts, too; take model.stage"
+    refused(twice, lambda _: stage_loss(model, squares(model.trainable_parameters())))
+    refused("made of what the model returns", lambda logits: stage_loss(model, logits.square().mean()))
+    refused(r"the term has shape \(3,\)", lambda _: stage_loss(model, mx.ones(3)))
+    with pytest.raises(mlxdist.Mismatch, match="the number of calls of stage_loss: 0 on rank 0, 1 on rank"):
+        once = lambda x: default_loss(model, x, mx.full((len(x), 2), 7))[0] + (stage_loss(model, 1.0) if rank else 0.0)
+        value_and_grad(model, once, mesh=mesh)(tokens)
+    kind, seen = type(model.layers[0]), []
+
+    def call(self, *args, **keywords):
+        y = kind.__call__(self, *args, **keywords)
+        seen.append(y.square().mean())
+        return y
+
+    if rank == 0:
+        model.layers[0].__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    refused("depends on 'model.embed_tokens.weight'|depends on 'model.layers.0", lambda _: sum(seen))
+    model.layers[0].__class__ = kind
+    # What the last stage has, it counts itself.
+    step = value_and_grad(
+        model, lambda x: default_loss(model, x, mx.full((len(x), 2), 7))[0] + squares(model.model.norm), mesh=mesh
+    )
+    full = tiny_models.build("gemma")
+    wanted = nn.value_and_grad(
+        full, lambda x: default_loss(full, x, mx.full((len(x), 2), 7))[0] + squares(full.model.norm)
+    )(tokens)
+    found = step(tokens)
+    compare(model, [found[0]], found[1], [wanted[0]], wanted[1])
+
+
+def frozen_on_one_stage():
+    """What two stages hold is frozen on one of them: a Mismatch on all, before any message of the step."""
+    mesh, batch = mlxdist.mesh(pp=size), batch_of(4)
+    model = staged("gemma", mesh)
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=2)
+    if rank == 0:
+        model.model.embed_tokens.freeze()
+    with pytest.raises(
+        mlxdist.Mismatch,
+        match=r"the parameter model.embed_tokens.weight: float32 \[96, 64\], frozen on rank 0, float32",
+    ):
+        step(model, *batch)
+    model.unfreeze()
+    mx.eval(step(model, *batch))
+    full = tiny_models.build("gemma")
+    compare(model, *step(model, *batch), *nn.value_and_grad(full, default_loss)(full, *batch))
+
+
 def bad_input():
     """The same error on all ranks, and the next step is possible."""
     mesh = mlxdist.mesh(pp=size)
     model, batch = staged("qwen3", mesh), batch_of(8)
 
     def refused(words, call):
-        with pytest.raises(mlxdist.InvalidArgument, match=words):
+        kind = mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument
+        with pytest.raises(kind, match=words):
             call()
 
     make = partial(value_and_grad, model, default_loss, mesh=mesh, accumulate=4)
@@ -315,6 +429,11 @@ def bad_input():
     if size > 1:
         refused("must be a Schedule or its name", lambda: make(schedule=7 if rank == 0 else None))
         refused("differ|disagree", lambda: make(schedule="gpipe" if rank == 0 else None))
+        for layer, words in (0, "disagree about the parameter model.layers.0"), (-1, "disagree about the parameter "):
+            other = tiny_models.build("qwen3")
+            if rank == size - 1:
+                other.layers[layer].freeze()
+            refused(words + r".*: float32 \[.*\] on rank 0, .*, frozen on", lambda o=other: pipeline_parallel(o, group))
     rows = tuple(x[:7] for x in batch)
     refused("7 rows, which do not divide into accumulate=4", lambda: make()(model, *rows))
     twice = lambda model, tokens: model(tokens).sum() + model(tokens).sum()

@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 
 import mlxdist
 from mlxdist.nn import load_sharded
+from mlxdist.serve.answer import Answer
 from mlxdist.serve.decisions import FRAME, Admission, Decisions
 from mlxdist.serve.memory import tokens_that_fit
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
+from mlxdist.serve.stop_words import Sections
 from mlxdist.serve.worker import BatchLimits, Worker
 
 group = mlxdist.init()
@@ -44,7 +47,8 @@ sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcesso
 def request_of(tokens, first=2):
     prompt = [first + i % 200 for i in range(tokens)]
     admission = Admission(-1, prompt, [("user", tokens)], max_tokens=60, seed=7, sampling=sampling, logits=logits)
-    return Request(admission, lambda: True, timeout=60)
+    answer = Answer(tokenizer.detokenizer, Sections(make_text_state_machine(tokenizer)), "normal", [])
+    return Request(admission, lambda: True, answer, timeout=60)
 
 
 requests = [request_of(tokens) for tokens in (4, 40, 400)]

@@ -24,7 +24,7 @@ model, tokenizer = load_sharded(folder, group, pp=stages, adapter_path=plan["ada
 worker = Worker(AdaptedModel(model), tokenizer, BatchLimits(prefill_step_size=16))
 assert worker.warm_up() > 0
 sampling, logits = SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
-found, cached, left, step = {}, {}, set(), 0
+found, cached, left, end, step = {}, {}, set(), [], 0
 while left or step <= max(request["step"] for request in plan["requests"]):
     admit = []
     for number, request in enumerate(plan["requests"]):
@@ -32,13 +32,13 @@ while left or step <= max(request["step"] for request in plan["requests"]):
             prompt, chosen = request["prompt"], replace(sampling, temperature=request["temperature"])
             fixed = {"max_tokens": request["max_tokens"], "seed": request["seed"], "adapter": request["adapter"]}
             admit.append(Admission(number, prompt, [("user", len(prompt))], sampling=chosen, logits=logits, **fixed))
-    outcome = worker.step(Decisions(step, worker.digest, admit=admit))
+    outcome = worker.step(Decisions(step, worker.digest, end, admit))
     cached |= outcome.cached
     left |= {request.number for request in admit}
     for response in outcome.tokens:
         found.setdefault(response.uid, []).append(response.token)
-        if response.finish_reason is not None:
-            left.remove(response.uid)
+    end = [(response.uid, 2**32 - 1) for response in outcome.tokens if response.finish_reason is not None]
+    left -= {number for number, _ in end}
     step += 1
 worker.close()
 for number, request in enumerate(plan["requests"]):

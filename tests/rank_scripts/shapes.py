@@ -91,9 +91,15 @@ if size > 1:
     x = everyone[rank].copy()
     assert np.array_equal(mlxdist.sendrecv(x, (rank + 1) % size, (rank - 1) % size, out=x), everyone[rank - 1])
 
+# Lists of numbers, as the sums of losses and counts are.
+assert mlxdist.all_sum([float(rank), 2]).tolist() == [sum(range(size)), 2.0 * size]
+assert mlxdist.all_gather((rank, -rank)).tolist() == [number for other in range(size) for number in (other, -other)]
+
 # Rejected before any work, on this rank alone: the group goes on.
 for bad, message in [
-    (lambda: mlxdist.all_sum([1.0, 2.0]), "must be an mx.array or a numpy.ndarray or another buffer"),
+    (lambda: mlxdist.all_sum({1.0, 2.0}), "must be an mx.array or a numpy.ndarray or another buffer"),
+    (lambda: mlxdist.all_sum([1, [2]]), "x makes no mx.array: Initialization encountered extra dimension"),
+    (lambda: mlxdist.all_sum([2**63]), "x does not fit int64"),
     (lambda: mlxdist.all_sum(np.array(["a"])), "bool, uint8"),
     (lambda: mlxdist.all_sum(2**63), "x does not fit int64"),
     (lambda: mlxdist.all_sum(10**5000), "x does not fit int64"),  # too long to be formatted

@@ -148,6 +148,9 @@ def refused() -> None:
     """Each wrong argument, also on one rank only, is the same error on all ranks, and changes nothing."""
     model, other = tiny_models.build("llama"), tiny_models.build("qwen3")
     plan, first = plan_shards(model, tp=group.size()), group.rank() == 0
+    frozen = tiny_models.build("llama")
+    if first:
+        frozen.lm_head.freeze()
     edited = Plan.from_json(plan.to_json().replace("llama", "lama"))
     for words, arguments in [
         ("the plan is for another model", (other, plan)),
@@ -155,12 +158,13 @@ def refused() -> None:
         ("the plan is for another model", (tiny_models.build("llama", hidden_size=128), plan)),
         ("the plan is for tp=1 x ep=1 = 1 ranks", (model, plan_shards(model, tp=1))),
         ("the ranks disagree about the plan", (model, edited if first else plan)),
+        ("the ranks disagree about the parameter lm_head.weight: float32 [96, 64] on", (frozen, plan)),
         ("plan must be a Plan", (model, None if first else plan)),
         ("model must be an mlx.nn.Module", ("llama", plan)),
     ]:
         try:
             shard_model(*arguments, group)
-        except mlxdist.InvalidArgument as error:
+        except mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument as error:
             texts = [bytes(text) for text in mlxdist.all_gather(padded(str(error)), group=group)]
             assert words in str(error) and len(set(texts)) == 1, (str(error), texts)
         else:

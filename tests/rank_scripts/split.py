@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -249,6 +250,20 @@ def opposite_blocking() -> None:
 
 def opposite_lazy() -> None:
     opposite(lambda operation, shape, g: mx.eval(operation(mx.ones(shape), group=g)))
+
+
+def caught_error() -> None:
+    """The ranks disagree in a split, and the program goes on."""
+    world: Any = group.mlx if sys.argv[2] == "mx" else group
+    try:
+        if rank == 0:
+            world.split(0)
+        else:
+            mlxdist.all_sum(np.ones(3))
+    except (mlxdist.Mismatch, RuntimeError) as error:
+        assert "ranks disagree" in str(error)
+    else:
+        raise AssertionError("there was no error")
 
 
 if __name__ == "__main__":

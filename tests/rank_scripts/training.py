@@ -405,6 +405,14 @@ def saved_and_freed() -> None:
     assert all(found[f"{experts}.{name}"].is_full for name in ("gate_proj.lora_a", "down_proj.lora_b"))
     for name in ("gate_proj.lora_b", "down_proj.lora_a", "down_proj.linear.weight"):
         assert not found[f"{experts}.{name}"].is_full
+    # KV heads fewer than the ranks: mlx-lm's shard() makes a sharded layer of what all ranks hold.
+    model = tiny_models.build("qwen3_5", heads=(4, 1))
+    shard_model(model, plan_shards(model, tp=group.size()), group)
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    found, attention = cuts(model), f"language_model.model.layers.{len(model.layers) - 1}.self_attn"
+    assert all(found[f"{attention}.k_proj.{name}"].is_full for name in ("linear.weight", "lora_a", "lora_b"))
+    assert not found[f"{attention}.q_proj.lora_b"].is_full
+    model = cut("mixtral")
     replaced = ref(model.layers[0].block_sparse_moe.gate)
     nn.quantize(model, 32, 4, class_predicate=lambda path, module: path.endswith("block_sparse_moe.gate"))
     gc.collect()
@@ -412,8 +420,9 @@ def saved_and_freed() -> None:
 
 
 def collectives() -> None:
-    """One a block in the forward pass; in the backward pass one for its input and one for what is full in it."""
-    for name, sums, router in (("qwen3_moe", (8, 8 + 4 + 3), 1), ("smollm3", (8, 8), 0)):
+    """One a block in the forward pass, and one for the tokens; in the backward pass one for its input and one for what
+    is full in it."""
+    for name, sums, router in (("qwen3_moe", (1 + 8, 8 + 4 + 3), 1), ("smollm3", (1 + 8, 8), 0)):
         model = tiny_models.build(name)
         shard_model(model, plan_shards(model, tp=group.size()), group)
         forward = counted(lambda model=model: loss(model, mx.array(TOKENS)))

@@ -307,7 +307,8 @@ def refused() -> None:
     last = rank == size - 1
 
     def fails(text: str) -> Any:
-        return pytest.raises(mlxdist.InvalidArgument, match=text)
+        kind = mlxdist.Mismatch if "disagree" in text else mlxdist.InvalidArgument
+        return pytest.raises(kind, match=text)
 
     for options, text in (
         ({"accumulate": 0}, "accumulate is 0"),
@@ -348,14 +349,19 @@ def refused() -> None:
         return
     other = model_of(layers=2 if last else 3)
     step = train.value_and_grad(other, lambda tokens: mean_loss(other, tokens))
-    with fails("value_and_grad: the ranks disagree about the arguments"):
+    with fails("the ranks disagree about the parameter layers.2.*: float32 .* on rank 0, nothing on rank"):
         step(tokens)
     other = model_of(dtype=mx.bfloat16 if last else mx.float32)
     step = train.value_and_grad(other, lambda tokens: mean_loss(other, tokens))
-    with fails("bfloat16"):
+    with fails("disagree about the parameter embedding.weight: float32 .* on rank 0, bfloat16"):
         step(tokens)
-    with fails("the ranks disagree"):
+    with fails("the ranks disagree about the accumulate: 1 on rank 0, 2 on rank"):
         train.value_and_grad(model, mean_loss, accumulate=1 + last)
+    if last:
+        model.layers[1].freeze()
+    with fails("disagree about the parameter layers.1.*: float32 .* on rank 0, float32 .*, frozen on rank"):
+        train.value_and_grad(model, lambda tokens: mean_loss(model, tokens))(tokens[:10])
+    model.unfreeze()
     step = train.value_and_grad(
         model, lambda tokens: (mean_loss(model, tokens), 3) if last else mean_loss(model, tokens)
     )

@@ -174,7 +174,7 @@ def bad_input() -> None:
     refused("must be an nn.Embedding", lambda: VocabParallelEmbedding.from_embedding(wrong))
     if size > 1:
         other = nn.Embedding(4 * size, 4) if rank == odd else dense
-        refused("disagree about the arguments", lambda: VocabParallelEmbedding.from_embedding(other))
+        refused("disagree about the parameter weight", lambda: VocabParallelEmbedding.from_embedding(other))
         refused("is too little for", lambda: ParallelLMHead(8, size - 1))
     layer = VocabParallelEmbedding.from_embedding(dense)
     before = group.stats()["collectives"]

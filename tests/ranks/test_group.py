@@ -1,11 +1,14 @@
 """How the world comes together and ends, as far as one process shows it."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import mlxdist
@@ -27,6 +30,39 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess:
         timeout=60,
         check=False,
     )
+
+
+def bound(group):
+    return {
+        "Group": group,
+        "Handle": mlxdist.all_sum(np.ones(3), async_op=True),
+        "Registration": group.register(np.ones(3)),
+        "Mesh": mlxdist.mesh(dp=-1),
+    }
+
+
+@pytest.mark.parametrize("name", ["Group", "Handle", "Registration", "Mesh"])
+def test_what_is_bound_to_the_process_is_not_pickled(name):
+    with pytest.raises(
+        mlxdist.InvalidArgument, match=r"a mlxdist\.\w+ exists in this process alone, and cannot be pic"
+    ):
+        pickle.dumps(bound(mlxdist.init())[name])
+
+
+@pytest.mark.parametrize("name", ["Group", "Handle", "Registration"])
+def test_its_copies_are_the_object_itself(name):
+    made = bound(mlxdist.init())[name]
+    assert copy.copy(made) is made and copy.deepcopy([made])[0] is made
+
+
+def test_finalize_of_the_module():
+    mlxdist.finalize()
+    group = mlxdist.init()
+    mlxdist.finalize()
+    mlxdist.finalize()
+    with pytest.raises(mlxdist.InvalidArgument, match="has been finalized"):
+        group.barrier()
+    assert mlxdist.init() is not group
 
 
 def test_without_a_launcher_there_is_one_rank():

@@ -56,8 +56,9 @@ def test_bits_of_bfloat16():
         (np.zeros(2, [("a", "f4")]), "is not supported"),
         (np.zeros(2, np.dtype("f4").newbyteorder()), "byte order"),
         (np.ma.zeros(3), "masked arrays are not supported"),
-        ([1.0, 2.0], "x must be an mx.array or a numpy.ndarray or another buffer, not list"),
-        ((3.0,), "not tuple"),
+        ({1.0, 2.0}, "x must be an mx.array or a numpy.ndarray or another buffer, not set"),
+        ([1, [2]], "x makes no mx.array: Initialization encountered extra dimension"),
+        (["a"], "x makes no mx.array: Invalid type str"),
         ("text", "not str; np.asarray(x) makes one"),
         (None, "not NoneType"),
     ],
@@ -68,6 +69,13 @@ def test_input_is_rejected(name, x, words):
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         getattr(mlxdist, name)(x)
     assert words in str(refused.value) and str(refused.value).startswith(name)
+
+
+@pytest.mark.parametrize("x", [3, 2.5, [1, 2], [[1.0, 2.0], [3.0, 4.0]], (1, 2), [], [mx.array(1.0), mx.array(2.0)]])
+@pytest.mark.parametrize("name", ["all_sum", "all_gather", "all_max"])
+def test_numbers_and_lists_are_what_mlx_makes_of_them(name, x):
+    result = getattr(mlxdist, name)(x)
+    assert result.dtype == mx.array(x).dtype and result.tolist() == mx.array(x).tolist()
 
 
 def read_only() -> np.ndarray:

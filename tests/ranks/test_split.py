@@ -57,6 +57,12 @@ def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run
             assert "all_sum of float32 [3]" in error[3] and "all_gather of float32 [5]" in error[3], error[0]
 
 
+@pytest.mark.parametrize("kind", ["mlxdist", "mx"])
+def test_an_error_that_was_caught_is_not_printed_again(run_ranks, kind):
+    """It was, at the end of the program, and the exit status was 1."""
+    assert run_ranks("split.py", 2, "caught_error", kind) == ["as expected\n"] * 2
+
+
 def test_in_a_group_of_one():
     group = mlxdist.init()
     part = group.split(3)

@@ -127,6 +127,24 @@ def test_a_call_of_a_tool(tmp_path, ranks, stream):
     assert choices[-1].finish_reason == "tool_calls" and not any(each.content for each in found)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_word_in_a_call_of_a_tool(tmp_path, ranks):
+    """Such a call is left out: with what is before the word its arguments would be others."""
+    messages = [{"role": "user", "content": "w5"}]
+    with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller"), ranks) as server:
+        for word, calls in (("ok", 0), ("1}}</tool", 1), ("</tool_call>", 1), ("}</tool_call>", 0), ("tool", 1)):
+            body = {"messages": messages, "max_tokens": 20, "stop": word}
+            choice = server.ask(body, "/v1/chat/completions")["choices"][0]
+            reason = "tool_calls" if calls else "stop"
+            found = choice["message"].get("tool_calls", [])
+            assert (len(found), choice["finish_reason"], choice["message"]["content"]) == (calls, reason, None), word
+            events = [json.loads(event)["choices"][0] for event in server.stream(body, "/v1/chat/completions")[:-1]]
+            assert [
+                len(event["delta"].get("tool_calls", [])) for event in events if "tool_calls" in event["delta"]
+            ] == [1] * calls
+            assert events[-1]["finish_reason"] == reason, word
+
+
 @contextlib.contextmanager
 def mlx_lms_server(model):
     """The address of mlx-lm's own, on one process."""

@@ -14,10 +14,8 @@ from mlxdist.serve.decisions import (
     MAX_ADAPTERS,
     MAX_ADMISSIONS,
     MAX_BIASES,
-    MAX_CANCELS,
+    MAX_ENDS,
     MAX_GRAMMAR,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
     ROOM,
     Admission,
     Decisions,
@@ -36,18 +34,17 @@ def admissions(draw):
         st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.integers(1, 9)), min_size=1, max_size=3)
     )
     prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
-    stop = draw(st.lists(st.lists(UINT32, min_size=1, max_size=4), max_size=3))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
     generated = draw(st.integers(0, size - 1))
     more = draw(st.booleans()), draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
-    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop, *more, generated)
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), *more, generated)
 
 
 DECISIONS = st.builds(
     Decisions,
     step=UINT32,
     digest=UINT32,
-    cancel=st.lists(UINT32, max_size=MAX_CANCELS),
+    end=st.lists(st.tuples(UINT32, UINT32), max_size=MAX_ENDS),
     admit=st.lists(admissions(), max_size=MAX_ADMISSIONS),
     stop=st.booleans(),
     next_size=st.integers(FRAME, 1 << 20),
@@ -72,7 +69,7 @@ def test_damaged_messages_are_read_or_refused(decisions, data):
     except InvalidArgument as error:
         assert "rank 0 sent no message of decisions" in str(error)
     else:
-        assert len(read.admit) <= MAX_ADMISSIONS and len(read.cancel) <= MAX_CANCELS
+        assert len(read.admit) <= MAX_ADMISSIONS and len(read.end) <= MAX_ENDS
 
 
 def test_the_largest_message_fits_in_what_is_announced():
@@ -81,11 +78,10 @@ def test_the_largest_message_fits_in_what_is_announced():
         PLAIN,
         segments=[("system", 1), ("user", 1), ("assistant", 1), ("assistant", 1)],
         prompt=[1, 2, 3, 4],
-        stop=[[1] * (MAX_STOP_TOKENS // MAX_STOPS)] * MAX_STOPS,
         logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
         grammar=b"x" * MAX_GRAMMAR,
     )
-    decisions = Decisions(0, cancel=range(MAX_CANCELS), admit=[most] * MAX_ADMISSIONS)
+    decisions = Decisions(0, end=[(2**32 - 1, 2**32 - 1)] * MAX_ENDS, admit=[most] * MAX_ADMISSIONS)
     message = decisions.encode(FRAME + MAX_ADMISSIONS * most.brought)
     assert len(Decisions.decode(message).admit) == MAX_ADMISSIONS
     assert len(most.encode()) == most.size and MAX_ADMISSIONS * (most.size - most.brought) <= ROOM
@@ -99,9 +95,6 @@ def test_the_largest_message_fits_in_what_is_announced():
         {"segments": []},
         {"max_tokens": 0},
         {"generated": 3},
-        {"stop": [[]]},
-        {"stop": [[1]] * (MAX_STOPS + 1)},
-        {"stop": [[1] * (MAX_STOP_TOKENS + 1)]},
         {"logits": replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))},
         {"logits": replace(PLAIN.logits, logit_bias={1: float("inf")})},
         {"grammar": b"x" * (MAX_GRAMMAR + 1)},

@@ -6,22 +6,28 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from serving import PLAIN
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
+from serving import PLAIN, answer_of
+from tokenizers.pre_tokenizers import ByteLevel
 
-from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, Decisions
+from mlxdist.serve.answer import Answer, Token
+from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, Decisions
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.refusal import Refusal
 from mlxdist.serve.scheduler import Request, Scheduler
+from mlxdist.serve.stop_words import Sections
 from mlxdist.serve.worker import Outcome
+from mlxdist.tools.bench.byte_model import byte_tokenizer
 
 
 def scheduler_of(places=8, max_queue=8, **options):
     return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics(), **options)
 
 
-def request(tokens=3, timeout=60.0, is_connected=lambda: True, priority=0):
+def request(tokens=3, timeout=60.0, is_connected=lambda: True, priority=0, stop=()):
     admission = replace(PLAIN, prompt=[1] * tokens, segments=[("user", tokens)])
-    return Request(admission, is_connected, timeout=timeout, priority=priority)
+    return Request(admission, is_connected, answer_of(*stop), timeout=timeout, priority=priority)
 
 
 def steps(scheduler, number):
@@ -138,13 +144,79 @@ def test_a_request_preempts_those_that_come_after_it(limit):
     for tokens, priority in ((2, 1), (1, 1)):
         scheduler.submit(request(tokens, priority=priority))
     decisions = scheduler.decide(1, FRAME, 0)
-    assert (decisions.cancel, admitted(decisions), lengths(decisions)) == ([1], [2], [2])
-    assert steps(scheduler, 2)[-1].cancel == []  # of equal priority none takes the place of another
+    assert (decisions.end, admitted(decisions), lengths(decisions)) == ([(1, 3 + 2)], [2], [2])
+    assert steps(scheduler, 2)[-1].end == []  # of equal priority none takes the place of another
     made = [SimpleNamespace(uid=number, token=70, finish_reason="stop") for number in (0, 2)]
     scheduler.deliver(Outcome(tokens=made))
-    _, again = decisions = scheduler.decide(2, FRAME, 0).admit
+    decisions = scheduler.decide(2, FRAME, 0)
+    assert decisions.end == [(0, 3 + 3), (2, 2 + 1)]
+    _, again = decisions.admit
     assert (again.prompt, again.generated, again.max_tokens, again.number) == ([1, 1, 1, 60, 61], 2, 3, 4)
     assert again.segments == [("user", 3), ("assistant", 2)]
+
+
+BYTES = {character: token for token, character in enumerate(sorted(ByteLevel.alphabet()))}
+
+
+def answers(each):
+    """The tokens that a request has handed out, as pairs of text and finish_reason."""
+    events = [each.events.get_nowait() for _ in range(each.events.qsize())]
+    return [(event.text, event.finish_reason) for event in events if isinstance(event, Token)]
+
+
+def test_a_stop_word_ends_a_request_in_the_next_message():
+    """The tokens that were accepted beyond it in the same step are dropped; so is the reason why these have ended."""
+    scheduler, stopped, other = scheduler_of(), request(stop=["cd"]), request()
+    for each in (stopped, other):
+        scheduler.submit(each)
+    steps(scheduler, 1)
+    generate(scheduler, *((0, BYTES[character]) for character in "abc"), (1, BYTES["c"]))
+    assert answers(stopped) == [("a", None), ("b", None)] and answers(other) == [("c", None)]
+    assert steps(scheduler, 1)[0].end == []
+    made = [SimpleNamespace(uid=0, token=BYTES[each], finish_reason=None) for each in "dcd"]
+    made.append(SimpleNamespace(uid=0, token=256, finish_reason="stop"))
+    scheduler.deliver(Outcome(tokens=made, failed={0: "the answer ended too early"}))
+    assert answers(stopped) == [("", "stop")] and len(stopped.generated) == 3
+    assert [each.end for each in steps(scheduler, 2)] == [[(0, 3 + 2)], []]
+    assert "generated_tokens_total 5" in scheduler._metrics.text({})
+
+
+def test_a_stop_word_across_a_preemption():
+    scheduler, stopped = scheduler_of(places=1), request(stop=["cd"], priority=1)
+    scheduler.submit(stopped)
+    steps(scheduler, 1)
+    generate(scheduler, *((0, BYTES[character]) for character in "bc"))
+    scheduler.submit(request())
+    assert steps(scheduler, 1)[0].end == [(0, 3 + 2)]
+    scheduler.deliver(Outcome(tokens=[SimpleNamespace(uid=1, token=256, finish_reason="stop")]))
+    assert steps(scheduler, 1)[0].admit[0].prompt == [1, 1, 1, BYTES["b"], BYTES["c"]]
+    generate(scheduler, (2, BYTES["d"]))
+    assert answers(stopped) == [("b", None), ("", "stop")] and steps(scheduler, 1)[0].end == [(2, 3 + 1)]
+
+
+def test_more_requests_finish_at_once_than_a_message_can_end():
+    scheduler = scheduler_of(places=MAX_ENDS + 5, max_queue=MAX_ENDS + 5)
+    for _ in range(MAX_ENDS + 5):
+        scheduler.submit(request(stop=["a"]))
+    steps(scheduler, 2 + MAX_ENDS // MAX_ADMISSIONS)
+    generate(scheduler, *((number, BYTES["a"]) for number in range(MAX_ENDS + 5)))
+    assert len(steps(scheduler, 1)[0].end) == MAX_ENDS
+    generate(scheduler, (MAX_ENDS, BYTES["b"]))  # it still runs, on all ranks
+    assert steps(scheduler, 1)[0].end == [(number, 3) for number in range(MAX_ENDS, MAX_ENDS + 5)]
+
+
+def test_a_token_without_a_text_ends_its_request_alone():
+    """A model may have logits for more tokens than its tokenizer has."""
+    scheduler, wrong, other = scheduler_of(), request(), request()
+    for each in (wrong, other):
+        scheduler.submit(each)
+    steps(scheduler, 1)
+    detokenizer = SPMStreamingDetokenizer(byte_tokenizer("<|end|>"))
+    wrong.answer = Answer(detokenizer, Sections(TextStateMachine()), "normal", [])
+    generate(scheduler, (0, 300), (1, BYTES["b"]))
+    refusal = wrong.events.get_nowait()
+    assert refusal.status == 500 and "the tokens of the answer cannot be made into text" in str(refusal)
+    assert answers(other) == [("b", None)] and steps(scheduler, 1)[0].end == [(0, 3 + 1)]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected", "late"])
@@ -162,20 +234,20 @@ def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_ta
     else:
         time.sleep(0.21)
     decisions = scheduler.decide(1, FRAME, 0)
-    assert (list(decisions.cancel), admitted(decisions)) == ([0], [1])
+    assert (decisions.end, admitted(decisions)) == ([(0, 3)], [1])
     assert leaving.events.get_nowait().status == (504 if how == "late" else 499)
-    assert scheduler.decide(2, FRAME, 0).cancel == []
+    assert scheduler.decide(2, FRAME, 0).end == []
 
 
-def test_more_requests_leave_at_once_than_a_message_can_cancel():
-    scheduler, is_there = scheduler_of(places=MAX_CANCELS + 5, max_queue=MAX_CANCELS + 5), threading.Event()
+def test_more_requests_leave_at_once_than_a_message_can_end():
+    scheduler, is_there = scheduler_of(places=MAX_ENDS + 5, max_queue=MAX_ENDS + 5), threading.Event()
     is_there.set()
-    requests = [request(is_connected=is_there.is_set) for _ in range(MAX_CANCELS + 5)]
+    requests = [request(is_connected=is_there.is_set) for _ in range(MAX_ENDS + 5)]
     for each in requests:
         scheduler.submit(each)
     steps(scheduler, 1 + len(requests) // MAX_ADMISSIONS)
     is_there.clear()
-    assert [len(each.cancel) for each in steps(scheduler, 3)] == [MAX_CANCELS, 5, 0]
+    assert [len(each.end) for each in steps(scheduler, 3)] == [MAX_ENDS, 5, 0]
     assert all(each.events.get_nowait().status == 499 and each.events.empty() for each in requests)
 
 
@@ -201,7 +273,7 @@ def test_the_end_is_told_to_all_requests(end):
     steps(scheduler, 1)
     if end == "stop":
         scheduler.stop()
-        assert scheduler.decide(1, FRAME, 0) == Decisions(1, stop=True)
+        assert scheduler.decide(1, FRAME, 0) == Decisions(1, end=[], stop=True)
     else:
         scheduler.fail("rank 1 has died")
     for each in requests:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from launching import wait_for
 from mlx_lm import load
+from overlapping import ALL
 from serving import PLAIN, ServerProcess, random_request, save_adapters, save_model_folder
 from test_worker import SAMPLED, admission, alone, run
 
@@ -82,8 +83,6 @@ def random_admission(generator, number):
         bias = dict.fromkeys(range(3), 40.0)
         logits = replace(PLAIN.logits, repetition_penalty=1.1, logit_bias=bias)
         request = replace(request, logits=logits, max_tokens=40)
-    elif generator.random() < 0.3:
-        request = replace(request, stop=[[generator.randrange(250)], [generator.randrange(250)]])
     return request
 
 
@@ -145,7 +144,7 @@ def test_cancelled_requests_leave_the_others_alone(loaded, draft_model):
     worker, found = worker_with(loaded, draft_model, 3), []
     for step in range(30):
         admit = requests if step == 0 else []
-        outcome = worker.step(Decisions(step, worker.digest, {4: [0], 6: [2]}.get(step, []), admit))
+        outcome = worker.step(Decisions(step, worker.digest, {4: [(0, ALL)], 6: [(2, ALL)]}.get(step, []), admit))
         found += [response.token for response in outcome.tokens if response.uid == 1]
     assert found == alone(loaded, requests[1])
 

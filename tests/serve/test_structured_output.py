@@ -202,7 +202,7 @@ BAD = {
     "not": ({"response_format": schema_format({"not": {}})}, COMPILES + 'Unimplemented keys: ["not"]'),
     "large": ({"response_format": schema_format({"const": "x" * (1 << 16)})}, "and at most 65536 are served"),
     "endless": ({"response_format": schema_format({"allOf": PATTERNS})}, COMPILES + "it takes too"),
-    "infinity": ({"response_format": schema_format({"const": float("inf")})}, "or a number that is not finite"),
+    "infinity": ({"response_format": schema_format({"const": float("inf")})}, "Infinity is not a number of JSON"),
     "surrogate": ({"response_format": schema_format({"const": "\ud800"})}, "the grammar has half a surrogate pair"),
     "regex: none": ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs must be"),
     "regex: number": ({"structured_outputs": {"regex": 5}}, "structured_outputs must be"),

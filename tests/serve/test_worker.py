@@ -10,10 +10,11 @@ import overlapping
 import pytest
 import tiny_models
 from mlx_lm import load, stream_generate
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.server import _make_logits_processors, _make_sampler
-from overlapping import admission, run
-from serving import NOT_BATCHED, PLAIN, save_model_folder
+from overlapping import ALL, admission, run
+from serving import NOT_BATCHED, PLAIN, answer_of, save_model_folder
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
@@ -42,15 +43,11 @@ def alone(loaded, request):
         sampler=_make_sampler(request, tokenizer),
         logits_processors=_make_logits_processors(request),
     )
-    found = [response.token for response in responses]
-    for end in range(1, len(found) + 1):
-        if any(found[:end][-len(word) :] == list(word) for word in request.stop):
-            return found[:end]
-    return found
+    return [response.token for response in responses]
 
 
 def test_overlapping_requests_get_the_tokens_of_mlx_lm_alone(loaded):
-    """Greedy and sampled, with stop words, biases and penalties, prompts of one token and of several chunks."""
+    """Greedy and sampled, with biases and penalties, prompts of one token and of several chunks."""
     requests = [
         admission(0, list(range(40))),
         admission(1, [5], sampling=SAMPLED, seed=3),
@@ -59,9 +56,6 @@ def test_overlapping_requests_get_the_tokens_of_mlx_lm_alone(loaded):
         admission(4, [1, 2, 3], logits=replace(PLAIN.logits, repetition_penalty=1.3, logit_bias={9: 5.0, 17: -7.0})),
     ]
     expected = [alone(loaded, request) for request in requests]
-    word = expected[0][9:11]
-    requests.append(admission(5, list(range(40)), stop=[[1, 1, 1, 1], word]))
-    expected.append(expected[0][: next(i for i in range(2, 21) if expected[0][i - 2 : i] == word)])
     worker = Worker(*loaded, BatchLimits(prefill_step_size=8))
     assert run(worker, requests[:2], [], requests[2:4], requests[4:]) == dict(enumerate(expected))
 
@@ -92,8 +86,8 @@ def test_a_cancelled_request_leaves_the_others_alone(loaded):
     found = []
     for step in range(30):
         admit = {0: [admission(0, [1, 2, 3]), admission(1, [4, 5])], 1: [admission(2, list(range(90)))]}.get(step, [])
-        cancel = {4: [2], 6: [1, 0xFFFF]}.get(step, [])
-        outcome = worker.step(Decisions(step, worker.digest, cancel, admit))
+        end = {4: [(2, ALL)], 6: [(1, ALL), (0xFFFF, ALL)]}.get(step, [])
+        outcome = worker.step(Decisions(step, worker.digest, end, admit))
         found += [response.token for response in outcome.tokens if response.uid == 0]
         assert step < 6 or all(response.uid == 0 for response in outcome.tokens)
     assert found == expected
@@ -101,26 +95,47 @@ def test_a_cancelled_request_leaves_the_others_alone(loaded):
 
 @pytest.mark.parametrize("after", [0, 1, 2, 7, 11])
 def test_a_request_that_is_preempted_goes_on_with_the_tokens_it_would_have_had(loaded, after):
-    """So do its samples, its penalties, and a stop word of which it has generated the beginning."""
+    """So do its samples and its penalties."""
     prompt, penalties = list(range(40)), replace(PLAIN.logits, repetition_penalty=1.3, presence_penalty=0.5)
     whole = admission(0, prompt, sampling=replace(SAMPLED, xtc_probability=0.3), seed=5, logits=penalties)
     expected = alone(loaded, whole)
-    whole = replace(whole, stop=[expected[10:14]])
-    worker, request = Worker(*loaded, BatchLimits(prefill_step_size=16)), Request(whole, lambda: True, timeout=60)
+    worker = Worker(*loaded, BatchLimits(prefill_step_size=16))
+    request = Request(whole, lambda: True, answer_of(), timeout=60)
     other = admission(1, [9, 8, 7])
-    admit, cancel, tokens, step = [whole], [], {0: request.generated, 1: []}, 0
-    while len(tokens[1]) < 20 or len(request.generated) < 14:
+    admit, end, tokens, step = [whole], [], {0: request.generated, 1: []}, 0
+    while len(tokens[1]) < 20 or len(request.generated) < 20:
         if step == 4 + after:
             request.preempt()
-            cancel, admit = [0], [other]
+            end, admit = [(0, ALL)], [other]
         elif step == 7 + after:
             tokens[2] = request.generated
             admit = [replace(request.admission, number=2)]
-        outcome = worker.step(Decisions(step, worker.digest, cancel, admit))
+        outcome = worker.step(Decisions(step, worker.digest, end, admit))
         for response in outcome.tokens:
             tokens[response.uid].append(response.token)
-        admit, cancel, step = [], [], step + 1
-    assert request.generated == expected[:14] and tokens[1] == alone(loaded, other)
+        admit, end, step = [], [], step + 1
+    assert request.generated == expected and tokens[1] == alone(loaded, other)
+
+
+@pytest.mark.parametrize("when", ["as it runs", "as it ends"])
+@pytest.mark.parametrize("kind, cached", [("qwen3", 5 + 7), ("gemma3_text", 4), ("qwen3_next", 4)])
+def test_what_comes_after_the_tokens_that_rank_0_keeps_is_not_cached(loaded, kind, cached, when):
+    """A sliding window that has moved and a recurrent state do not go back: the prompt alone is kept."""
+    model = tiny_models.build(kind)
+    worker, request, step = Worker(model, loaded[1], BatchLimits()), admission(0, [5, 6, 7, 8, 9]), 0
+    request = replace(request, max_tokens=12 if when == "as it ends" else 50, sampling=overlapping.GREEDY)
+    tokens: list[int] = []
+    while len(tokens) < 12:
+        outcome = worker.step(Decisions(step, worker.digest, admit=[request] if step == 0 else []))
+        tokens += [response.token for response in outcome.tokens]
+        step += 1
+    worker.step(Decisions(step, worker.digest, end=[(0, 5 + 7)]))
+    assert worker.cache.tokens == cached
+    again = replace(request, number=1, prompt=[*request.prompt, *tokens[:8], 1], segments=[("user", 14)], max_tokens=6)
+    found: dict[int, int] = {}
+    steps = generate_step(mx.array(again.prompt), model, max_tokens=6)
+    assert run(worker, [again], cached=found) == {1: [token for token, _ in steps]}
+    assert found == {1: cached}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
@@ -144,7 +159,7 @@ def test_running_requests_take_the_room_of_the_prefix_cache(loaded):
     assert worker.cache.tokens == 2 * (30 + 20)
     worker.step(Decisions(9, worker.digest, admit=[admission(2, [2] * 60)]))
     assert 0 < worker.cache.tokens <= 150 - (60 + 20)
-    worker.step(Decisions(10, worker.digest, cancel=[2]))
+    worker.step(Decisions(10, worker.digest, end=[(2, ALL)]))
     assert worker.cache.room == 150
 
 

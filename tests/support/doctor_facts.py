@@ -22,6 +22,7 @@ def facts(**changes) -> dict:
         "ssh": [],
         "system": "Linux",
         "cores": 8,
+        "gpus": [],
         "load": 0.5,
         "memory": {"total": 64 * GIB, "available": 50 * GIB, "wired_limit": None},
         "disks": [{"use": "temporary files", "path": "/tmp", "total": 100 * GIB, "free": 50 * GIB}],

@@ -12,7 +12,9 @@ from serving import PLAIN
 from mlxdist.serve.decisions import Admission, Decisions
 from mlxdist.serve.worker import Worker
 
-__all__ = ["admission", "alone", "overlapping", "run"]
+__all__ = ["ALL", "admission", "alone", "overlapping", "run"]
+
+ALL = 2**32 - 1  # tokens that the prefix cache may have of a request that ends
 
 # Of several chunks, of one, and one that is cancelled in mid-way; the fourth is the first one's with its answer.
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21], [33, 34, 35, 36, 37])
@@ -29,17 +31,19 @@ def run(worker: Worker, *rounds: list[Admission], cached: dict[int, int] | None 
     second token."""
     found: dict[int, list[int]] = {}
     step = left = 0
-    leaving: list[int] = []
+    end: list[tuple[int, int]] = []
     cached = {} if cached is None else cached
-    while left or step < len(rounds):
+    while left or end or step < len(rounds):
         admit = rounds[step] if step < len(rounds) else []
-        outcome = worker.step(Decisions(step, worker.digest, leaving, admit))
+        outcome = worker.step(Decisions(step, worker.digest, end, admit))
         cached |= outcome.cached
-        left += len(admit) - len(leaving) - sum(response.finish_reason is not None for response in outcome.tokens)
         for response in outcome.tokens:
             found.setdefault(response.uid, []).append(response.token)
-        leaving = [cancel] if cancel is not None and len(found.get(cancel, [])) == 2 else []
-        cancel = None if leaving else cancel
+        end = [(response.uid, ALL) for response in outcome.tokens if response.finish_reason is not None]
+        if cancel is not None and len(found.get(cancel, [])) == 2:
+            end.append((cancel, ALL))
+            cancel = None
+        left += len(admit) - len(end)
         step += 1
     return found
 

@@ -24,13 +24,17 @@ import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load, stream_generate
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, save_config, save_model
 
+from mlxdist.serve.answer import Answer
 from mlxdist.serve.decisions import Admission
-from mlxdist.tools.bench.byte_model import save_byte_tokenizer
+from mlxdist.serve.stop_words import Sections
+from mlxdist.tools.bench.byte_model import byte_tokenizer, save_byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
 VOCABULARY = 259  # a token for every byte, one for the end, two of the template
@@ -89,6 +93,12 @@ def save_adapters(folder: Path, model: Path, seed: int, layers: int = -1, **sett
     config = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": settings}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def answer_of(*stop: str) -> Answer:
+    """An answer with stop words, and with the tokenizer of :func:`save_model_folder`."""
+    tokenizer = TokenizerWrapper(byte_tokenizer("<|end|>"), BPEStreamingDetokenizer)
+    return Answer(tokenizer.detokenizer, Sections(make_text_state_machine(tokenizer)), "normal", stop)
 
 
 def post(body: object, path: str = "/v1/completions") -> bytes:

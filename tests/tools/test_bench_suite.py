@@ -330,7 +330,7 @@ def test_the_plan():
     [
         (["--only", "all_som"], "'all_som' is not one of sendrecv"),
         (["--backends", "gloo"], "'gloo' is not one of mlxdist, ring, mpi, jaccl"),
-        (["-n", "1"], "1 rank in all; this needs 2 to 1024"),
+        (["-n", "1"], "1 rank in all; this needs 2 to 256"),
         (["--sizes", "3"], "sendrecv of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
         (["--sizes", "4KiB,6", "--only", "all_reduce"], "all_reduce of float32 on 2 ranks has no size of 6 B"),
         (["--sizes", "4", "--only", "reduce_scatter"], "only multiples of 8 B; write 8"),

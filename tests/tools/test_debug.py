@@ -105,6 +105,20 @@ def test_a_file_that_cannot_be_written_is_rejected(run_ranks, tmp_path):
         assert f"{tmp_path}/missing/{rank}.log cannot be written: No such file or directory" in output
 
 
+def test_examples_of_the_header_and_the_pages_are_settings():
+    pages = [
+        *(ROOT / "native").glob("**/*.[ch]"),
+        *(ROOT / "docs").glob("**/*.md"),
+        ROOT / "mlxdist/base/environment.py",
+    ]
+    settings = {
+        found for page in pages for found in re.findall(r"\b(?:warn|info|trace):[a-z]+(?:,[a-z]+)*", page.read_text())
+    }
+    assert len(settings) >= 3
+    for setting in settings:
+        assert Environment.read({"MLXDIST_DEBUG": setting}).debug == setting
+
+
 def test_every_subsystem_can_be_selected():
     in_c = {
         name

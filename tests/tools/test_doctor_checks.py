@@ -18,6 +18,7 @@ from mlxdist.tools.doctor.checks.system import (
     check_clocks,
     check_cores,
     check_disk,
+    check_gpus,
     check_leaks,
     check_memory,
     check_sleep,
@@ -222,9 +223,12 @@ def test_memory():
 
 
 def test_allocation():
-    assert not of(check_allocation(cluster(allocate={"bytes": GIB, "error": "", "seconds": 1})))
-    killed = cluster(allocate={"bytes": GIB, "error": "exit status -9", "seconds": 1})
+    assert not of(check_allocation(cluster(allocate={"bytes": GIB, "error": "", "late": False, "seconds": 1})))
+    killed = cluster(allocate={"bytes": GIB, "error": "exit status -9", "late": False, "seconds": 1})
     assert only(check_allocation(killed)).verdict is Verdict.FAIL
+    late = cluster(allocate={"bytes": GIB, "error": "it had not ended after 20 s", "late": True, "seconds": 20.1})
+    found = only(check_allocation(late))
+    assert found.verdict is Verdict.WARN and "within 20 s: the host is busy" in found.what
     greedy = cluster(facts(memory=memory(64, 50, 63)))
     assert "iogpu.wired_limit_mb" in only(check_allocation(greedy)).remedy
 
@@ -241,6 +245,14 @@ def test_cores():
     assert only(check_cores(cluster(facts(load=30.0)))).verdict is Verdict.WARN
     crowded = cluster(hosts=[Host("a"), Host("b"), Host("c", slots=9)])
     assert "9 ranks, 8 cores" in only(check_cores(crowded), Verdict.NOTE).what
+
+
+def test_gpus():
+    assert only(check_gpus(cluster(names=("c",))), Verdict.SKIP)
+    both = facts(gpus=["0: NVIDIA H100", "1: NVIDIA H100"])
+    assert only(check_gpus(cluster(both, names=("c",))), Verdict.OK).what == "0: NVIDIA H100, 1: NVIDIA H100"
+    crowded = check_gpus(cluster(both, names=("c",), hosts=[Host("c", slots=3)]))
+    assert "3 ranks share 0: NVIDIA H100, 1: NVIDIA H100" in only(crowded, Verdict.NOTE).what
 
 
 @pytest.mark.parametrize(

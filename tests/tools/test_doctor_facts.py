@@ -141,12 +141,18 @@ def test_a_server_that_accepts_and_sends_nothing():
 
 
 def test_memory_can_be_taken():
-    assert facts.allocate(1 << 20)["error"] == ""
+    taken = facts.allocate(1 << 20)
+    assert (taken["error"], taken["late"]) == ("", False)
+
+
+def test_memory_that_takes_too_long_is_not_taken_for_missing():
+    assert facts.allocate(1 << 20, seconds=0.001)["late"]
 
 
 def test_memory_that_cannot_be_taken(monkeypatch):
     monkeypatch.setattr(facts, "collect_here", lambda: HostFacts(memory=system.Memory(available=1 << 62)))
-    assert "Error" in facts.allocate(1 << 60)["error"]
+    taken = facts.allocate(1 << 60)
+    assert "Error" in taken["error"] and not taken["late"]
 
 
 def test_a_large_file_is_read_in_parts(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlxdist.base import tuning_file
-from mlxdist.base.environment import Environment
+from mlxdist.base.environment import MAX_RANKS, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cluster.hostfile.rank_shares import check_hosts
 from mlxdist.runtime import tuning
@@ -16,7 +16,7 @@ from mlxdist.tools.calibrate.algorithms import choose, measured_sizes
 ROWS = [
     Row("all_reduce", 2, 4096, "direct"),
     Row("all_reduce", 2, MAX_BYTES, "mesh"),
-    Row("all_reduce", 1024, 0, "ring"),
+    Row("all_reduce", 256, 0, "ring"),
     Row("barrier", 2, 0, "recursive_doubling"),
     Row("reduce", 2, 1 << 40, "tree"),
 ]
@@ -72,6 +72,7 @@ def test_numbers_are_those_of_the_engine():
         elements = {name: number for number, name in ffi.typeof(f"enum {enumeration}").elements.items()}
         elements.pop("MLXDIST_AUTO", None)
         assert elements == {f"MLXDIST_{name.upper()}": number for number, name in enumerate(names, 1)}
+    assert lib.MLXDIST_MAX_RANKS == MAX_RANKS
     native = ffi.new("mlxdist_tuning *", ROWS[4].native())
     assert (native.operation, native.ranks, native.bytes) == (lib.MLXDIST_REDUCE, 2, 1 << 40)
     assert native.algorithm == lib.MLXDIST_TREE
@@ -97,7 +98,7 @@ def test_numbers_are_those_of_the_engine():
         (table(ROW | {"operation": "all_som"}), "row 1: operation is 'all_som', not one of all_reduce, all_gather"),
         (table(ROW | {"operation": []}), "row 1: operation is []"),
         (table(ROW | {"algorithm": "auto"}), "row 1: algorithm is 'auto', not one of direct"),
-        (table(ROW | {"ranks": 1}), "row 1: ranks is 1, not a whole number from 2 to 1024"),
+        (table(ROW | {"ranks": 1}), "row 1: ranks is 1, not a whole number from 2 to 256"),
         (table(ROW | {"ranks": 1025}), "row 1: ranks is 1025"),
         (table(ROW | {"ranks": True}), "row 1: ranks is True"),
         (table(ROW | {"ranks": "2"}), "row 1: ranks is '2'"),
@@ -112,7 +113,7 @@ def test_numbers_are_those_of_the_engine():
         (table(expert_links=[7]), 'in "expert_links"'),
         (table(expert_links=[LINK | {"plan": -1}]), "plan is -1, not a number above 0"),
         (table(expert_links=[LINK | {"costs": {"all_sum": {"latency": 1}}}]), "bandwidth is missing"),
-        (table(expert_links=[LINK | {"ranks": 1}]), "ranks is 1, not a whole number from 2 to 1024"),
+        (table(expert_links=[LINK | {"ranks": 1}]), "ranks is 1, not a whole number from 2 to 256"),
         (" " * (1 << 20) + table(), "more than 1048576 bytes"),
     ],
 )
@@ -137,7 +138,7 @@ def test_malformed_files(tmp_path, text, words):
         (b'{"algorithms": []}', "has not the fields"),
         (tuning.pack(TUNING)[:-1], "column"),
         (tuning.pack(TUNING).replace(b"direct", b"detour"), "row 1: algorithm is 'detour'"),
-        (tuning.pack(TUNING).replace(b'"ranks":1024', b'"ranks":1025'), "row 3: ranks is 1025"),
+        (tuning.pack(TUNING).replace(b'"ranks":256', b'"ranks":257'), "row 3: ranks is 257"),
     ],
 )
 def test_malformed_bytes(data, words):

@@ -6,7 +6,7 @@ import pytest
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "check",
-    ["odd_trees", "messages", "compiled", "like_the_whole_batch", "refused"]
+    ["odd_trees", "messages", "compiled", "like_the_whole_batch", "refused", "of_guides"]
     + [pytest.param(name, marks=pytest.mark.long)
        for name in ("no_more_messages", "any_order_of_evaluation", "weighted", "reduce_dtype")],
 )  # fmt: skip

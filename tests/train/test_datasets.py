@@ -48,6 +48,17 @@ def test_a_text_file_is_one_sample(tmp_path):
     assert len(dataset) == 1 and dataset[0][0] == [*map(ord, "a b\nc"), 0]
 
 
+def test_a_byte_order_mark_is_not_read(tmp_path):
+    assert load(tmp_path, "\ufeffab", name="train.txt")[0][0] == [97, 98, 0]
+    assert load(tmp_path, '\ufeff{"text": "ab"}', name="valid.jsonl")[0][0] == [97, 98, 0]
+
+
+def test_a_path_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load(tmp_path, '{"text": "ab"}')
+    assert len(train.load_dataset("~/train.jsonl", Letters())) == len(train.load_dataset("~", Letters())) == 1
+
+
 @pytest.mark.parametrize(
     "lines, problem",
     [

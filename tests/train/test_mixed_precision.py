@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.train import MixedPrecision
+from mlxdist.train import Checkpoints, MixedPrecision
 from mlxdist.train.rounding import round_stochastically
 
 LONG = pytest.mark.long
@@ -78,16 +78,48 @@ def test_state_has_the_dtype_asked_for():
         assert all(array.dtype == state_dtype for array in moments)
 
 
-def test_frozen_and_quantized_parameters_stay():
+def test_frozen_and_quantized_parameters():
+    """A quantized layer keeps its packed weights, and computes in the dtype: its scales have it."""
     model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64), nn.Linear(64, 4))
     model.layers[1].freeze()
     model.layers[0].freeze()
-    scales = model.layers[1].scales
+    packed = mx.array(model.layers[1].weight)
     optimizer = MixedPrecision(optim.Adam(1e-3))
     optimizer.init(model)
-    assert model.layers[1].scales.dtype == scales.dtype
+    assert mx.array_equal(model.layers[1].weight, packed)
+    assert model(mx.ones((2, 64), mx.bfloat16)).dtype == mx.bfloat16
     assert model.layers[0].weight.dtype == mx.bfloat16
     assert [path for path, _ in tree_flatten(optimizer.state["masters"])] == ["layers.2.weight", "layers.2.bias"]
+
+
+@pytest.mark.parametrize("masters", [True, "kahan", "stochastic"])
+@pytest.mark.parametrize("trained", [(0,), (1,), (0, 2)])
+def test_float16_with_layers_that_have_nothing_to_train(trained, masters, tmp_path):
+    """Also of a state that a checkpoint has kept, which has leaves alone. Numbers are those of a model in float32."""
+    x = mx.random.normal((8, 16), key=mx.random.key(0))
+
+    def run(optimizer, restore_after: int = 5) -> nn.Module:
+        mx.random.seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+        model.freeze()
+        for number in trained:
+            model.layers[number].unfreeze()
+        scaled = getattr(optimizer, "scale", lambda loss: loss)
+        optimizer.init(model if isinstance(optimizer, MixedPrecision) else model.trainable_parameters())
+        with Checkpoints(tmp_path, trainable_only=True) as checkpoints:
+            for step in range(6):
+                if step == restore_after:
+                    checkpoints.save(step, {"model": model, "optimizer": optimizer})
+                    checkpoints.wait()
+                    checkpoints.load({"model": model, "optimizer": optimizer})
+                _, gradients = nn.value_and_grad(model, lambda m: scaled((m(x) ** 2).astype(mx.float32).mean()))(model)
+                optimizer.update(model, gradients)
+        return model
+
+    expected = dict(tree_flatten(run(optim.SGD(1e-1, momentum=0.5), restore_after=9).parameters()))
+    found = run(MixedPrecision(optim.SGD(1e-1, momentum=0.5), mx.float16, masters, "dynamic"))
+    for path, array in tree_flatten(found.parameters()):
+        assert mx.allclose(array, expected[path], 0, 2e-3), path
 
 
 def test_a_loss_scale_keeps_what_underflows():

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,30 @@ def test_bad_steps():
                 pass
     with pytest.raises(mlxdist.InvalidArgument, match="repeats is 0"):
         throughput.measure_compute(lambda: None, repeats=0)
+
+
+def test_flops_are_those_of_the_rows(tmp_path, monkeypatch):
+    """Of rows shorter than max_seq_length, as each is; also of prompts, which are no targets."""
+    pytest.importorskip("mlx_lm")
+    import training_folder
+    from mlx_lm.utils import load_model
+
+    from mlxdist.train.config import TrainConfig
+    from mlxdist.train.trainer import train as run
+
+    folder = training_folder.make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (folder / "qwen3" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    pairs = [{"prompt": " ".join(["w1"] * number), "completion": "w2 w3"} for number in range(1, 9)]
+    training_folder.write(folder / "pairs", "train", pairs)
+    model, _ = load_model(folder / "qwen3")
+    model.freeze()
+    for layer in model.layers:
+        layer.unfreeze()
+    lengths = [number + 2 - 1 for number in range(1, 9)]  # the last token has no successor
+    expected = sum(length * train.flops_per_token(model, length).total for length in lengths)
+    settings = {"model": str(folder / "qwen3"), "data": str(folder / "pairs"), "val_batches": 0, "report_to": "json"}
+    run(TrainConfig(**settings, fine_tune_type="full", num_layers=-1, batch_size=8, iters=1, mask_prompt=True))
+    (report,) = map(json.loads, Path("checkpoints/reports.jsonl").read_text().splitlines())
+    assert report["tflops"] * 1e12 / report["iterations_per_second"] == pytest.approx(expected, rel=1e-5)
+    assert report["trained_tokens"] == 8 * 2

@@ -14,6 +14,10 @@ def read(tmp_path, text):
     return TrainConfig.read(path)
 
 
+def test_a_byte_order_mark_is_not_read(tmp_path):
+    assert read(tmp_path, "\ufeff" + LEAST).model == "m"
+
+
 def test_defaults_are_those_of_mlx_lm(tmp_path):
     from mlx_lm.lora import CONFIG_DEFAULTS
 

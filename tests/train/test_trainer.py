@@ -9,49 +9,21 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
-import tiny_models
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 mlx_lm = pytest.importorskip("mlx_lm")
-from mlx_lm.utils import save_config, save_model
+import training_folder
+from mlx_lm.utils import save_model
+from training_folder import STEPS, settings
 
 LONG = pytest.mark.long
 TOLERANCE = 1e-5  # of a loss of about 3, in float32, after 20 steps
-WORDS = [f"w{number}" for number in range(60)]
-STEPS = 20
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two tiny models with a tokenizer, and a dataset: texts of unequal lengths."""
-    root = tmp_path_factory.mktemp("trainer")
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {word: 2 + number for number, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    for name in ("qwen3", "qwen3_moe"):
-        model, config = tiny_models.build(name), tiny_models.config_of(name)
-        save_model(root / name, model)
-        save_config(config | {"model_type": name, "eos_token_id": 1}, root / name / "config.json")
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(root / name)
-    random = np.random.default_rng(0)
-    (root / "data").mkdir()
-    for split, count in (("train", 40), ("valid", 8)):
-        texts = [" ".join(random.choice(WORDS, random.integers(3, 20))) for _ in range(count)]
-        (root / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return root
-
-
-def settings(folder: Path, tables: str = "", model: str = "qwen3", **changed: object) -> str:
-    values: dict[str, object] = {
-        "model": str(folder / model), "data": str(folder / "data"), "weights": "random", "optimizer": "adamw",
-        "learning_rate": 1e-3, "batch_size": 4, "max_seq_length": 17, "iters": STEPS, "steps_per_report": 1,
-        "steps_per_eval": 10, "val_batches": 1, "seed": 7, "max_grad_norm": 1.0, "report_to": "json",
-    } | changed  # fmt: skip
-    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()) + "\n" + tables
+    return training_folder.make(tmp_path_factory.mktemp("trainer"))
 
 
 def start(directory: Path, ranks: int, text: str, **variables: str) -> subprocess.Popen:
@@ -171,6 +143,17 @@ def test_experts_equal_to_one_process(folder, one, tmp_path, tables):
     require_equal(tmp_path, one(model="qwen3_moe"))
 
 
+@LONG
+def test_balanced_routers_equal_to_one_process(folder, one, tmp_path):
+    """With micro-batches, stages and replicas. The balance loss is in the training loss, not in the validation's."""
+    changed = {"model": "qwen3_moe", "router_aux_loss_coef": 0.1, "grad_accumulation_steps": 2}
+    run(tmp_path, 4, settings(folder, "[mesh]\npp = 2\ndp = 2", **changed))
+    require_equal(tmp_path, one(**changed))
+    plain = one(model="qwen3_moe", grad_accumulation_steps=2)
+    assert losses(tmp_path)[0] > losses(plain)[0] + 0.1
+    assert losses(tmp_path, "val_loss")[0] == pytest.approx(losses(plain, "val_loss")[0], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("ranks", "before", "after"),
     [
@@ -261,6 +244,20 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path, ranks, tables):
     assert all(mx.array_equal(loaded[path], array) for path, array in found.items())
 
 
+def half_frozen(folder: Path, tables: str = "", **changed: object) -> str:
+    values = {"weights": "pretrained", "num_layers": 1, "iters": 4} | changed
+    return settings(folder, tables + '\n[precision]\ndtype = "float16"\n', **values)
+
+
+@pytest.mark.parametrize(
+    ("model", "type"), [("qwen3", "full"), *(pytest.param(m, "lora", marks=LONG) for m in ("qwen3", "quantized"))]
+)
+def test_float16_where_a_stage_has_nothing_to_train(folder, tmp_path, model, type):
+    run(tmp_path / "one", 1, half_frozen(folder, model=model, fine_tune_type=type))
+    run(tmp_path / "two", 2, half_frozen(folder, "[mesh]\npp = 2", model=model, fine_tune_type=type))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
 def test_what_it_leaves(folder, tmp_path):
     """A model folder of mlx-lm, and output without colors or a bar in a pipe."""
     output = run(tmp_path, 1, settings(folder, iters=4))
@@ -304,7 +301,7 @@ def test_folders_that_are_there(folder, tmp_path):
     output = run(tmp_path, 1, settings(folder, iters=2, output="other"), status=2)
     assert "resume = true" in output
     other = settings(folder, "[checkpoints]\nresume = true", model="qwen3_moe", iters=2, output="other")
-    assert "is of another model" in run(tmp_path, 1, other, status=2)
+    assert "is of a training with another base" in run(tmp_path, 1, other, status=2)
 
 
 @LONG

@@ -67,7 +67,7 @@ def test_a_map_of_one_host():
         ([{"ssh": "mac-a", "rdma": [3]}], r"host 0 \(mac-a\), column 0: 3 is neither"),
         ([], "it must be a list of rows"),
         ({"host": []}, "it must be a list of rows"),
-        ([[None] * 1025] * 1025, "it has 1025 rows, and at most 1024 are allowed"),
+        ([[None] * 1025] * 1025, "it has 1025 rows, and at most 256 are allowed"),
     ],
 )
 def test_what_is_rejected(found, message):

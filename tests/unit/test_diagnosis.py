@@ -361,3 +361,12 @@ def test_this_machine():
     assert found.system == "Linux" and found.kernel_rdma is Path("/sys/class/infiniband").is_dir()
     assert found.macos is None and found.memory.total >= found.memory.available > 0 and found.cores >= 1
     assert platform.release() in (found.release, found.version.rpartition(", ")[2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nproc is of Linux")
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "OMP_THREAD_LIMIT"])
+def test_cores_are_those_of_the_machine(monkeypatch, name):
+    """Not those that a program is to use. nproc prints these."""
+    cores = collect.collect_here().cores
+    monkeypatch.setenv(name, str(cores + 5 if name == "OMP_NUM_THREADS" else 1))
+    assert collect.collect_here.__wrapped__().cores == cores

@@ -61,7 +61,7 @@ Darwin)
   ;;
 *)
   say version cat /etc/os-release
-  say cores nproc
+  say cores env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc
   say load cat /proc/loadavg
   say chip grep -m 1 'model name' /proc/cpuinfo
   say memory cat /proc/meminfo

@@ -104,8 +104,16 @@ class Hostfile:
         return replace(self, hosts=tuple(hosts), envs=envs)
 
     def with_ranks(self, each: int) -> "Hostfile":
-        """``each`` ranks per slot of a host. A ring topology then has all of them in their order."""
-        return self._with_slots([each * host.slots for host in self.hosts])
+        """``each`` ranks on every host. A ring topology then has all of them in their order. Raises InvalidArgument: a
+        host has another number of slots."""
+        for host in self.hosts:
+            if host.slots not in (1, each):
+                raise InvalidArgument(
+                    f"-n {each} is the number of ranks on each host, and {self.source} gives {host.name} "
+                    f"{host.slots} slots; leave -n out for one rank on each slot, {self.ranks} in all, or change the "
+                    "slots"
+                )
+        return self._with_slots([each] * len(self.hosts))
 
     def with_one_rank_each(self) -> "Hostfile":
         """One rank on each host, whatever its slots."""
@@ -176,6 +184,8 @@ def check_name(name: object) -> str | None:
         return "a host's name is empty"
     if len(name) > _NAME_BYTES or not _NAME.fullmatch(name):
         return f"{name!r:.80} is no name or address of a host: letters, digits and . _ - : are allowed, user@ before it"
+    if name.count(":") == 1:  # an address of IPv6 has more
+        return f"{name!r:.80} has a port; write it in ~/.ssh/config (Port {name.partition(':')[2]:.20})"
     return None
 
 

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from mlxdist.base.validation import reject_constant
+
 __all__ = ["Located", "parse"]
 
 
@@ -30,7 +32,7 @@ class _Decoder(json.JSONDecoder):
     """The standard library's decoder in Python: it parses each value at a known position."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(object_pairs_hook=_once, parse_constant=_refuse)
+        super().__init__(object_pairs_hook=_once, parse_constant=reject_constant)
         self._line_ends = [at for at, letter in enumerate(text) if letter == "\n"]
         # Without declared types: the parts of the decoder that are in Python.
         parse_object, parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
@@ -52,10 +54,6 @@ def _once(pairs: list[tuple[str, Located]]) -> dict[str, Located]:
             raise ValueError(f"line {value.line}: {name!r:.80} is there twice, first in line {members[name].line}")
         members[name] = value
     return members
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def parse(text: str) -> Located:

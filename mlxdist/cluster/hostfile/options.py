@@ -13,19 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxdist.base.user_path import USER_PATH
+
 if TYPE_CHECKING:  # a command that is given no hosts does not load what reads hostfiles
     from ..ssh.ssh import SshConfig
     from .hosts import Host, Hostfile
 
+
 __all__ = ["HostSelection", "host_options"]
 
 _OPTIONS = (
-    click.option("--hostfile", "file", metavar="FILE", help="The hosts of FILE; see `mlxdist hostfile`."),
+    click.option(
+        "--hostfile",
+        "file",
+        type=USER_PATH,
+        metavar="FILE",
+        help="The hosts of FILE; see `mlxdist hostfile`.  [default: MLX_HOSTFILE]",
+    ),
     click.option("--hosts", metavar="A,B", help="These hosts."),
     click.option("--include", metavar="A,B", help="Of the hosts, only these."),
     click.option("--exclude", metavar="A,B", help="Of the hosts, not these."),
     click.option(
-        "--python", metavar="PATH", default="", help="Python that has mlxdist, on other hosts.  [default: this]"
+        "--python",
+        type=USER_PATH,
+        metavar="PATH",
+        default="",
+        help="Python that has mlxdist, on other hosts.  [default: this]",
     ),
     click.option(
         "--ssh", metavar="COMMAND", default="ssh", show_default=True, help='How to reach hosts: "ssh -F my_config".'
@@ -56,7 +69,7 @@ class HostSelection:
         return list(self.hostfile.hosts) if self.hostfile is not None else [Host("localhost")]
 
     def with_ranks(self, each: int | None) -> HostSelection:
-        """``each`` ranks per slot of a host."""
+        """``each`` ranks on every host. Raises InvalidArgument: a host has another number of slots."""
         if each is None or self.hostfile is None:
             return self
         return replace(self, hostfile=self.hostfile.with_ranks(each), arguments=[*self.arguments, "-n", str(each)])
@@ -77,6 +90,7 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> Any:
         python = python or _installed_python()
+        file = file or (None if hosts else _mlx_hostfile())
         arguments = {"--hostfile": file, "--hosts": hosts, "--include": include, "--exclude": exclude}
         arguments |= {"--python": python, "--ssh": "" if ssh == "ssh" else ssh}
         words = [word for option, value in arguments.items() if value for word in (option, value)]
@@ -101,6 +115,14 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
     for warning in found.warnings:
         click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
     return _selected(found.merged(), include, exclude)
+
+
+def _mlx_hostfile() -> str | None:
+    """The user's MLX_HOSTFILE. In a rank of MLX it is not the user's, but its launcher's."""
+    file = None if "MLX_RANK" in os.environ else os.environ.get("MLX_HOSTFILE")
+    if file:
+        click.echo(f"hosts of {file} (MLX_HOSTFILE)", err=True)
+    return file and os.path.expanduser(file)
 
 
 def _installed_python() -> str:

@@ -44,6 +44,7 @@ def read(path: str | os.PathLike[str]) -> Hostfile:
 def parse(text: str, source: str = "hostfile") -> Hostfile:
     """The hostfile in ``text``: JSON as MLX has it, lines of ``host slots=N`` or ``host:N``, or MLX_HOSTFILE's lists.
     Raises InvalidArgument: malformed; each line of the message names the line of the file."""
+    text = text.removeprefix("\ufeff")  # editors on Windows begin a file with it
     problems = Problems()
     try:
         is_json = _JSON.match(text) or _SCALAR.fullmatch(text)
@@ -68,6 +69,9 @@ def _read_lines(text: str, problems: Problems) -> _Found:
         if words:
             name, slots = _split_slots(words[0])
             colons += slots is not None
+            if slots is not None and "@" in name:
+                problems.error(number, _which_number(words[0], name, slots))
+                slots = "1"
             if slots is None and len(words) == 1:
                 slots = "1"
             for word in words[1:]:
@@ -84,6 +88,14 @@ def _split_slots(word: str) -> tuple[str, str | None]:
         return name, slots[1:] if slots.startswith(":") else None if not slots else slots
     name, colon, slots = word.partition(":")
     return (word, None) if not colon or ":" in slots else (name, slots)
+
+
+def _which_number(word: str, name: str, number: str) -> str:
+    """MPICH's file has ranks behind the colon and no users; with a user it reads as a port of ssh."""
+    return (
+        f"{word!r:.80}: is {number:.20} a number of ranks or the port of ssh? For ranks write `{name:.80} "
+        f"slots={number:.20}`; for a port write `Port {number:.20}` in ~/.ssh/config, and no number here"
+    )
 
 
 def _option(word: str, slots: str | None, line: int, problems: Problems) -> str | None:

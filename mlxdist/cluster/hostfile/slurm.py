@@ -21,7 +21,7 @@ def expand(nodes: str) -> list[str]:
     ``a,b``, ``n[7-8]``, ``n[08-11]`` (leading zeros stay), ``node-[21,23-26]``, ``rack[1-2]n[01-02]``, ``n[1-2]-ib``.
 
     Raises:
-        InvalidArgument: malformed, or more than 1024 names.
+        InvalidArgument: malformed, or more than `MAX_RANKS` names.
     """
     names: list[str] = []
     for item in _items(nodes):

@@ -10,7 +10,7 @@ from mlxdist.base.errors import InvalidArgument
 
 from .hosts import FORMATS, Host, Hostfile
 
-__all__ = ["save", "write"]
+__all__ = ["left_out", "save", "write"]
 
 _FIRST_PORT = 32323  # MLX's launcher begins there, too
 
@@ -18,7 +18,7 @@ _FIRST_PORT = 32323  # MLX's launcher begins there, too
 def write(hostfile: Hostfile, format: str) -> str:
     """The text of ``hostfile`` in ``format``: json, slots, colon or ring.
 
-    What it cannot say is an error, not left out, but for the ports of a ring: they are free to be others.
+    What it has no place for is an error, but for what `left_out` lists.
 
     Raises:
         InvalidArgument: no such format, or it has no place for something that the hostfile says.
@@ -29,8 +29,17 @@ def write(hostfile: Hostfile, format: str) -> str:
         return _json(hostfile)
     if format == "ring":
         return _ring(hostfile)
-    _require_plain(hostfile, format)
+    if lost := _lost(hostfile, format):
+        raise InvalidArgument(f"{hostfile.source}: the format {format} has no place for {', '.join(lost)}; use json")
     return "".join(_line(host, format) for host in hostfile.merged().hosts)
+
+
+def left_out(hostfile: Hostfile, format: str) -> list[str]:
+    """The content that `write` leaves out: of a ring the ports, which are free to be others; for a ring, which is made
+    of addresses alone, all else."""
+    if format == "ring":
+        return _lost(hostfile, format)
+    return ["the ports"] if any(host.ports for host in hostfile.hosts) else []
 
 
 def save(hostfile: Hostfile, path: str | os.PathLike[str], format: str = "json") -> None:
@@ -71,16 +80,18 @@ def _ring(hostfile: Hostfile) -> str:
     return json.dumps(rows) + "\n"
 
 
-def _require_plain(hostfile: Hostfile, format: str) -> None:
+def _lost(hostfile: Hostfile, format: str) -> list[str]:
+    """The content that lines, or the addresses of a ring, cannot hold."""
+    names, is_ring = [host.name for host in hostfile.hosts], format == "ring"
     content = {
-        "a backend": hostfile.backend,
+        "a backend": hostfile.backend and not (is_ring and hostfile.backend == "ring"),
         "environment variables": hostfile.envs,
         "devices of cables": any(host.rdma for host in hostfile.hosts),
-        "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
+        "names for ssh": is_ring and any(host.name not in host.ips for host in hostfile.hosts),
+        "IP addresses besides names": not is_ring and any(set(host.ips) - {host.name} for host in hostfile.hosts),
+        "users of ssh": format == "colon" and any("@" in name for name in names),
     }
-    lost = [what for what, there in content.items() if there]
-    if lost:
-        raise InvalidArgument(f"{hostfile.source}: the format {format} has no place for {', '.join(lost)}; use json")
+    return [what for what, there in content.items() if there]
 
 
 def _line(host: Host, format: str) -> str:

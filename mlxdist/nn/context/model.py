@@ -1,7 +1,7 @@
 """Models of mlx-lm called with shards of a sequence: their attention spans all ranks, the rest sees single tokens.
 
 A model file of mlx-lm calls ``scaled_dot_product_attention``, ``create_attention_mask`` and rotary embeddings by names.
-The modules that do get subclasses whose ``__call__`` is the same code with other functions under these names. So other
+The modules that do get subclasses whose methods are the same code with other functions under these names. So other
 models of the same file stay as they are, and what ``mx.checkpoint`` calls again in the backward pass is ours, too.
 """
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.rank_checks import agreed
+from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.nn.split_block.rotary import FIXED
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
@@ -23,7 +23,7 @@ from .ring_attention import ring_attention
 from .sequence import chunk_starts
 from .ulysses import ulysses_attention
 
-__all__ = ["context_parallel"]
+__all__ = ["context_parallel", "is_context_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
 _METHODS: dict[str, Callable[..., mx.array]] = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -37,7 +37,8 @@ def context_parallel(model: M, group: Group | None = None, method: str = "ring")
     logits: in training without a cache, to prefill with an empty one (see :func:`prefill`). With a cache that holds
     tokens it is called as before, with the same tokens on all ranks.
 
-    The gradient of a parameter is that of this rank's tokens: average over the group, as in data parallelism. Shard the
+    The gradient of a parameter is that of this rank's tokens, of the losses of all ranks: average over the group, as in
+    data parallelism, where all ranks have equally many targets; for masks see ``docs/context-parallel.md``. Shard the
     targets and weights of a loss like the tokens, once they are shifted: ``shard_sequence(batch[:, :-1])`` for the
     model, ``shard_sequence(batch[:, 1:])`` for the loss. Call it before or after :func:`shard_model`, and before
     ``fully_shard``. In a group of one nothing changes.
@@ -53,15 +54,21 @@ def context_parallel(model: M, group: Group | None = None, method: str = "ring")
     Raises:
         InvalidArgument: there is no such method; or something in the model but attention looks at other tokens, or
             attention finds positions in a way that is not known. The same on all ranks; the model is unchanged.
+        Mismatch: the ranks have different methods, or models with other parameters, dtypes or frozen ones.
     """
     group = group_of(group)
-    with agreed("context_parallel", group, method):
+    with agreed("context_parallel", group, method, described(model)):
         if method not in _METHODS:
             raise InvalidArgument(f"context_parallel: method must be 'ring' or 'ulysses', not {method!r}")
         changes = list(_changes(model, _METHODS[method], group)) if group.size() > 1 else []
     for module, kind in changes:
         module.__class__ = kind
     return model
+
+
+def is_context_parallel(model: nn.Module) -> bool:
+    """Whether the losses of other ranks have gradients of this rank's tokens, too: :func:`context_parallel` made it."""
+    return any(isinstance(module, _Sharded) for module in model.modules())
 
 
 class _Causal(str):
@@ -80,6 +87,9 @@ def _changes(model: nn.Module, method: Callable[..., mx.array], group: Group) ->
     from mlx_lm.models import base
 
     found = dict(model.named_modules())
+    for path, module in found.items():
+        if isinstance(module, _Sharded):
+            raise InvalidArgument(f"context_parallel: the model is context-parallel already, at {path}")
     replaced = {
         getattr(base, _ATTENTION): partial(_attend, getattr(base, _ATTENTION), method, group),
         getattr(base, _MASK): partial(_mask, getattr(base, _MASK)),
@@ -101,8 +111,6 @@ def _check(found: Mapping[str, nn.Module], attention: Mapping[str, nn.Module]) -
     """Raises an InvalidArgument for models whose layers would not compute what they do of a full sequence."""
     name = type(found[""]).__module__.rpartition(".")[2]
     for path, module in found.items():
-        if isinstance(module, _Sharded):
-            raise InvalidArgument(f"context_parallel: the model is context-parallel already, at {path}")
         if isinstance(module, nn.Conv1d):
             raise InvalidArgument(f"context_parallel: {path} of {name} is a convolution over tokens of several ranks")
     layers = list(getattr(found[""], "layers", ()))
@@ -146,9 +154,10 @@ class _Sharded:
 
 def _sharded_rope(kind: Any, group: Group) -> type:
     def __call__(self: Any, x: mx.array, offset: Any = 0, **keywords: Any) -> mx.array:
-        if not isinstance(offset, int):
+        number = offset.item() if isinstance(offset, mx.array) and offset.ndim == 0 else offset  # an array in gemma4
+        if not isinstance(number, int):
             raise InvalidArgument("context_parallel: a batch cache has no shards of sequences; take mlx-lm's KVCache")
-        if offset:  # decoding
+        if number:  # decoding
             return kind.__call__(self, x, offset, **keywords)
         starts = chunk_starts(group.rank(), group.size(), x.shape[-2])
         chunks = zip(mx.split(x, [x.shape[-2] // 2], -2), starts)
@@ -202,30 +211,39 @@ def _holds_tokens(cache: Any, of_this_call: int = 0) -> bool:
 
 
 def _calls(kind: Any, function: Callable[..., Any]) -> bool:
-    """Whether instances of a class call a function of that name in its module."""
+    """Whether a method of a class calls a function of that name in its module."""
     return _with_functions(kind, {function: function}) is not kind
 
 
 def _with_functions(kind: Any, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Any:
-    """A subclass whose ``__call__`` calls others in place of ``functions``; ``kind`` where it calls none of them.
+    """A subclass whose methods call others in place of ``functions``; ``kind`` where they call none of them.
 
-    Also where it calls the one of a class that it holds in a closure, as the classes of :func:`shard_model` do.
+    Also where they call those of a class that they hold in a closure, as the classes of :func:`shard_model` do.
     """
-    call = getattr(kind, "__call__", None)
-    if not isinstance(call, FunctionType):
+    methods = {name: getattr(kind, name) for name in dir(kind)}
+    changed = {name: _calling(method, kind, functions) for name, method in methods.items()}
+    others = {name: method for name, method in changed.items() if method is not methods[name]}
+    if not others:
         return kind
-    names = [name for name in call.__code__.co_names if isinstance(call.__globals__.get(name), FunctionType)]
-    called = {name: call.__globals__[name] for name in names}
+    return type(kind.__name__, (_Sharded, kind), {"__module__": kind.__module__} | others)
+
+
+def _calling(method: Any, kind: type, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Any:
+    """A method of ``kind`` with other functions; itself where it calls none of them."""
+    if not isinstance(method, FunctionType):
+        return method
+    names = [name for name in method.__code__.co_names if isinstance(method.__globals__.get(name), FunctionType)]
+    called = {name: method.__globals__[name] for name in names}
     others = {name: functions[function] for name, function in called.items() if function in functions}
-    cells = call.__closure__ or ()
+    cells = method.__closure__ or ()
     held = [_content(cell) for cell in cells]
     inner = [_with_functions(x, functions) if _is_base(x, kind) else x for x in held]
     if not others and all(a is b for a, b in zip(held, inner)):
-        return kind
+        return method
     closure = tuple(cell if a is b else CellType(b) for cell, a, b in zip(cells, held, inner))
-    copy = FunctionType(call.__code__, call.__globals__ | others, call.__name__, call.__defaults__, closure)
-    copy.__kwdefaults__ = call.__kwdefaults__
-    return type(kind.__name__, (_Sharded, kind), {"__call__": copy, "__module__": kind.__module__})
+    copy = FunctionType(method.__code__, method.__globals__ | others, method.__name__, method.__defaults__, closure)
+    copy.__kwdefaults__ = method.__kwdefaults__
+    return copy
 
 
 def _is_base(x: Any, kind: type) -> bool:

@@ -37,7 +37,8 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], group: Group | N
         A ``KVCache`` of mlx-lm for each layer, with the full prompt; the same on all ranks.
 
     Raises:
-        InvalidArgument: the prompt is empty or not of one dimension, or is not the same on all ranks.
+        InvalidArgument: the prompt is empty or not of one dimension.
+        Mismatch: on all ranks: it is not the same on all of them.
         What :mod:`mlxdist.runtime.ops` raises.
     """
     from mlx_lm.models.cache import KVCache, make_prompt_cache

@@ -20,6 +20,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_sum
 
+from ..rank_checks import agreed
 from .fp8 import dtype_name
 
 __all__ = ["BalanceBias", "ExpertLoad", "count_experts"]
@@ -105,18 +106,20 @@ class BalanceBias:
         group: the ranks whose tokens are counted; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: ``experts`` or ``rate`` is not positive.
+        InvalidArgument: on all ranks: ``experts`` or ``rate`` is not positive.
+        Mismatch: on all ranks: they have other ``experts`` or ``rate``.
     """
 
     def __init__(
         self, experts: int, rate: float = 1e-3, *, owners: Iterable[int] | None = None, group: Group | None = None
     ) -> None:
-        if experts < 1 or not 0 < rate < float("inf"):
-            raise InvalidArgument(f"BalanceBias: experts ({experts}) and rate ({rate}) must be positive")
+        self._group = group_of(group)
+        with agreed("BalanceBias", self._group, {"experts": experts, "rate": rate}):
+            if experts < 1 or not 0 < rate < float("inf"):
+                raise InvalidArgument(f"BalanceBias: experts ({experts}) and rate ({rate}) must be positive")
         self.bias = mx.zeros((experts,))
         self.rate = rate
         self.load = ExpertLoad([0] * experts, owners)  # of all updates together
-        self._group = group_of(group)
 
     def choose(self, scores: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
         """The ``top_k`` experts of each token by score and bias, and their scores without bias.
@@ -145,7 +148,6 @@ class BalanceBias:
         Raises:
             InvalidArgument: indices that are no expert, on any rank: raised on all of them, and nothing is changed.
                 Indices that are not integers are rejected on the rank that has them.
-            Mismatch: the ranks have different numbers of experts.
         """
         counts = count_experts(indices, self.bias.size)
         own = mx.concatenate([counts, (indices.size - counts.sum())[None]])

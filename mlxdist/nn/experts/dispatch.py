@@ -27,13 +27,13 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_to_all_v
+from mlxdist.runtime.ordering import Order, chained
 
 from ..rank_checks import agree, on_host
 from .fp8 import ExchangeDtype, through, through_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement, wrong_index, wrong_ranks
 from .replicated import Experts, optional, with_rows
-from .stages import Stages, chained
 
 __all__ = [
     "Handle",
@@ -128,8 +128,9 @@ def dispatch(
         int32 (pairs,); the handle for :func:`combine`.
 
     Raises:
-        InvalidArgument: ``indices`` are no experts, arguments do not fit, or the ranks disagree about d, k or the
-            placement; the same on every rank, before any row is sent. Inside ``mx.compile``.
+        InvalidArgument: ``indices`` are no experts, or arguments do not fit; inside ``mx.compile``.
+        Mismatch: the ranks disagree about d, k or the placement. Both are the same on every rank, before any row is
+            sent.
     """
     if handle is None:
         if indices is None or placement is None:
@@ -137,7 +138,7 @@ def dispatch(
         handle = route(indices, placement, group, x=x)
     elif x.ndim != 2 or x.shape[0] != handle.tokens:
         raise InvalidArgument(f"dispatch: x has shape {x.shape}, but the handle is of {handle.tokens} tokens")
-    return _send_out(x, handle, exchange_dtype, Stages()), handle.experts, handle
+    return _send_out(x, handle, exchange_dtype, Order()), handle.experts, handle
 
 
 def combine(
@@ -162,30 +163,30 @@ def combine(
     shape = (handle.tokens, handle.top_k)
     if scores is not None and scores.shape != shape:
         raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")
-    return _bring_back(y, handle, scores, exchange_dtype, Stages())
+    return _bring_back(y, handle, scores, exchange_dtype, Order())
 
 
-def _send_out(x: mx.array, handle: Handle, exchange_dtype: ExchangeDtype, stages: Stages) -> mx.array:
+def _send_out(x: mx.array, handle: Handle, exchange_dtype: ExchangeDtype, order: Order) -> mx.array:
     """The rows of this rank's pairs: what :func:`dispatch` does once it has a handle."""
     rows = take_rows(x, handle.sent_rows)
-    (rows,) = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, stages)
+    (rows,) = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, order)
     return handle.pairs.expand(rows)
 
 
 def _bring_back(
-    y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: ExchangeDtype, stages: Stages
+    y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: ExchangeDtype, order: Order
 ) -> mx.array:
     """The results of the tokens: what :func:`combine` does with arguments that fit."""
     group, pairs = handle.group, handle.pairs
     if scores is None:
         places = places_of(pairs.order, len(pairs))
-        (y,) = _exchange(take_rows(y, places), handle.pairs_from, handle.pairs_to, group, exchange_dtype, stages)
+        (y,) = _exchange(take_rows(y, places), handle.pairs_from, handle.pairs_to, group, exchange_dtype, order)
         slots = places_of(handle.sent_slots, handle.tokens * handle.top_k)
         return take_or_zero(y, slots).reshape(handle.tokens, handle.top_k, y.shape[1])
     weights = take_rows(scores.reshape(-1).astype(mx.float32), handle.sent_slots)
-    weights, y = _exchange(weights, handle.pairs_to, handle.pairs_from, group, None, stages, y)
+    weights, y = _exchange(weights, handle.pairs_to, handle.pairs_from, group, None, order, y)
     sums = pairs.weigh(y, take_rows(weights, pairs.order)).astype(y.dtype)
-    (sums,) = _exchange(sums, handle.rows_from, handle.rows_to, group, exchange_dtype, stages)
+    (sums,) = _exchange(sums, handle.rows_from, handle.rows_to, group, exchange_dtype, order)
     return handle.add_up(sums)
 
 
@@ -242,14 +243,14 @@ def _exchange(
     receive: list[int],
     group: Group,
     dtype: ExchangeDtype,
-    stages: Stages,
+    order: Order,
     *passed: mx.array,
 ) -> list[mx.array]:
     """all_to_all_v of rows that travel as ``dtype``, with their gradient; and ``passed`` behind it."""
     there = partial(all_to_all_v, send_counts=send, recv_counts=receive, group=group)
     back = partial(all_to_all_v, send_counts=receive, recv_counts=send, group=group)
     forward, backward = chained(partial(through_e4m3, dtype, there)), chained(partial(through, dtype, back))
-    return stages.run(forward, backward, [rows], passed)
+    return order.run(forward, backward, [rows], passed)
 
 
 def _problem(name: str, selected: np.ndarray, placement: Placement, x: mx.array | None) -> str | None:
@@ -273,9 +274,9 @@ def _route_alike(selected: np.ndarray, placement: Placement, group: Group) -> Ha
 
 def dispatched(x: mx.array, handle: Handle, scores: mx.array | None, experts: Experts) -> mx.array:
     """The layer on the tokens (tokens, d) of this rank: (tokens, d), or (tokens, k, d) without scores."""
-    received = _send_out(x, handle, experts.exchange_dtype, experts.stages)
+    received = _send_out(x, handle, experts.exchange_dtype, experts.order)
     y = experts.compute(received, handle.experts, True)
-    return _bring_back(y, handle, scores, experts.exchange_dtype, experts.stages)
+    return _bring_back(y, handle, scores, experts.exchange_dtype, experts.order)
 
 
 def dispatched_alike(x: mx.array, selected: np.ndarray, scores: mx.array | None, experts: Experts) -> mx.array:
@@ -291,10 +292,10 @@ def dispatched_alike(x: mx.array, selected: np.ndarray, scores: mx.array | None,
 
     gather = partial(all_gather, group=group)
     inputs = [with_rows(array, len(padded)) for array in optional((x, scores))]
-    x, *weights = experts.stages.run(lambda arrays: [array[mine] for array in arrays], chained(gather), inputs)
+    x, *weights = experts.order.run(lambda arrays: [array[mine] for array in arrays], chained(gather), inputs)
     y = dispatched(x, _route_alike(padded, experts.placement, group), weights[0] if weights else None, experts)
     joined = chained(partial(through, experts.exchange_dtype, gather))
-    (y,) = experts.stages.run(joined, lambda cotangents: [cotangents[0][mine]], [y])
+    (y,) = experts.order.run(joined, lambda cotangents: [cotangents[0][mine]], [y])
     return y[:tokens]
 
 

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.ordering import chained
 
 from .fp8 import through, through_e4m3
 from .replicated import Experts, optional, own_experts, with_rows
-from .stages import chained
 
 __all__ = ["gathered"]
 
@@ -48,7 +48,7 @@ def _gather_tokens(inputs: list[mx.array], experts: Experts) -> list[mx.array]:
     dtype, group = experts.exchange_dtype, experts.group
     gather, scatter = partial(all_gather, group=group), partial(sum_scatter, group=group)
     forward = chained(partial(through_e4m3, dtype, gather), gather)
-    return experts.stages.run(forward, chained(partial(through, dtype, scatter)), inputs)
+    return experts.order.run(forward, chained(partial(through, dtype, scatter)), inputs)
 
 
 def _add_up(partial_sum: mx.array, rows: int, scatter: bool, experts: Experts) -> mx.array:
@@ -60,7 +60,7 @@ def _add_up(partial_sum: mx.array, rows: int, scatter: bool, experts: Experts) -
 
     gather = partial(all_gather, group=group)
     forward, backward = (chained(partial(through, dtype, function)) for function in (add_up, gather))
-    return experts.stages.run(forward, backward, [partial_sum])[0]
+    return experts.order.run(forward, backward, [partial_sum])[0]
 
 
 def _gather_indices(indices: np.ndarray | mx.array, rows: int, experts: Experts) -> np.ndarray | mx.array:

@@ -18,13 +18,13 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.ordering import Order, chained, is_traced
 
 from ..partition import join, scaled, split_sizes, take
 from ..sharding.cut import Cut, Range
 from ..tensor_parallel.linear_layers import mapped
 from ..tensor_parallel.lora import SWITCH_LINEARS, as_given, draw_full
 from .placement import Placement
-from .stages import Stages, chained, is_traced
 
 _KINDS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
 
@@ -186,9 +186,9 @@ def compute_own(layer: nn.Module, x: mx.array, experts: mx.array) -> mx.array:
 
 
 def tied(
-    layer: nn.Module, inputs: list[mx.array], stages: Stages, tp_group: Group | None
+    layer: nn.Module, inputs: list[mx.array], order: Order, tp_group: Group | None
 ) -> tuple[nn.Module, list[mx.array]]:
-    """The layer and its inputs, whose gradients wait for all collectives of the backward pass: the first stage.
+    """The layer and its inputs, whose gradients wait for all collectives of the backward pass: the first run.
 
     Gradients of what ``tp_group`` holds alike, the inputs and the last projection's bias, are added up over it. Only
     arrays that a gradient may be asked of are tied. Where there are none, the layer itself comes back.
@@ -202,7 +202,7 @@ def tied(
         last = layer[projections(layer)[-1]]
         shared += [last["bias"]] if "bias" in last else []
         trained = [array for array in trained if all(array is not other for other in shared)]
-    results = stages.run(None, add_up, *((shared, trained) if add_up else ([], [*shared, *trained])))
+    results = order.run(None, add_up, *((shared, trained) if add_up else ([], [*shared, *trained])))
     replaced = {id(array): result for array, result in zip([*shared, *trained], results)}
     return mapped(layer, lambda key, array: replaced.get(id(array), array)), results[: len(inputs)]
 
@@ -218,9 +218,9 @@ def _traced(module: nn.Module) -> list[mx.array]:
     return found
 
 
-def summed(y: mx.array, stages: Stages, tp_group: Group) -> mx.array:
-    """The sum of all ranks' summands, whose gradient is the cotangent, as all ranks have the same: the last stage."""
-    return stages.run(lambda arrays: [all_sum(arrays[0], group=tp_group)], None, [y])[0]
+def summed(y: mx.array, order: Order, tp_group: Group) -> mx.array:
+    """The sum of all ranks' summands, whose gradient is the cotangent, as all ranks have the same: the last run."""
+    return order.run(lambda arrays: [all_sum(arrays[0], group=tp_group)], None, [y])[0]
 
 
 def _result_dtype(layer: nn.Module, names: tuple[str, ...], dtype: mx.Dtype) -> mx.Dtype:

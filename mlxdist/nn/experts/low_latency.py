@@ -93,7 +93,8 @@ class LowLatencyExchange:
         outside of ``mx.compile``. `dispatch` rejects by itself, but only on the rank that has too many.
 
         Raises:
-            InvalidArgument: on all ranks, with the same text; also if the ranks have made different exchanges.
+            InvalidArgument: on all ranks, with the same text.
+            Mismatch: on all ranks, which have made different exchanges.
         """
         equal = {
             "max_tokens": self.max_tokens,

@@ -35,6 +35,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.handle import Handle
 from mlxdist.runtime.ops import all_to_all_v
+from mlxdist.runtime.ordering import is_traced
 
 from ..mappings import without_gradient
 from .dispatch import Handle as Routing
@@ -42,7 +43,6 @@ from .dispatch import require_results, route
 from .fp8 import ExchangeDtype, pack_e4m3, unpack_e4m3
 from .pairs import take_rows
 from .placement import Placement, wrong_ranks
-from .stages import is_traced
 
 __all__ = ["CombineInFlight", "DispatchInFlight", "Overlap", "OverlappedExchange"]
 

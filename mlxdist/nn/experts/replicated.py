@@ -16,12 +16,12 @@ from mlx import nn
 
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.ordering import Order, chained
 
 from .fp8 import ExchangeDtype, through
 from .local_experts import base, compute, compute_own, projections, skips_others, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement
-from .stages import Stages, chained
 
 __all__ = ["Compiled", "Experts", "optional", "own_experts", "replicated", "with_rows"]
 
@@ -56,7 +56,7 @@ class Compiled:
             layer = nn.Module()
             for name, part in zip((*names, "activation"), parts):
                 setattr(layer, name, part)
-            own = experts._replace(layer=layer, stages=Stages(), compiled=None)  # nothing of this call
+            own = experts._replace(layer=layer, order=Order(), compiled=None)  # nothing of this call
 
             def masked(x: mx.array, indices: mx.array, *scores: mx.array) -> mx.array:
                 return _masked(x, scores[0] if scores else None, indices, mine, own, skips_others(layer))
@@ -73,7 +73,7 @@ class Experts(NamedTuple):
     layer: nn.Module
     tp_group: Group | None
     exchange_dtype: ExchangeDtype
-    stages: Stages
+    order: Order
     compiled: Compiled | None = None  # for few tokens whose experts the host does not wait for
 
     def compute(self, rows: mx.array, local: mx.array, ascending: bool) -> mx.array:
@@ -91,11 +91,11 @@ def replicated(
     all_gather.
     """
     group = experts.group
-    x, *weights = experts.stages.run(None, chained(partial(all_sum, group=group)), optional((x, scores)))
+    x, *weights = experts.order.run(None, chained(partial(all_sum, group=group)), optional((x, scores)))
     if experts.tp_group is None:
         # Behind the step of x and scores: gradients of the experts do not wait for its collectives. Without it, a rank
         # whose experts no token came to would have a result of which MLX asks no gradient.
-        layer = tied(experts.layer, [], experts.stages, None)[0]
+        layer = tied(experts.layer, [], experts.order, None)[0]
         if layer is not experts.layer:
             experts = experts._replace(layer=layer, compiled=None)
     partial_sum = own_experts(x, weights[0] if weights else None, indices, experts)
@@ -107,7 +107,7 @@ def replicated(
         return all_gather(sum_scatter(y, group=group), group=group) if scatter else all_sum(y, group=group)
 
     # All ranks have the same cotangent, and that is the gradient.
-    (y,) = experts.stages.run(chained(partial(through, experts.exchange_dtype, total)), None, [partial_sum])
+    (y,) = experts.order.run(chained(partial(through, experts.exchange_dtype, total)), None, [partial_sum])
     return y[:tokens] if scatter else y
 
 

@@ -13,7 +13,9 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.cuda import computes_on_cuda
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.ordering import Order, is_traced
 
 from ..rank_checks import agree, on_host
 from ..tensor_parallel.linear_layers import parameters_of
@@ -26,7 +28,6 @@ from .local_experts import Sharding, base, join_projection, projections, shard_p
 from .placement import Placement, wrong_index
 from .policy import MODES, Link, Policy
 from .replicated import Compiled, Experts, optional, replicated
-from .stages import Stages, is_traced
 
 __all__ = ["ExpertParallelSwitchGLU"]
 
@@ -149,9 +150,15 @@ class ExpertParallelSwitchGLU(nn.Module):
             policy: for "auto"; ``None`` for one with the numbers of the tuning file, or of the provider.
 
         Raises:
-            InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit.
+            InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit; MLX
+                computes on CUDA.
         """
         group = group_of(group)
+        if computes_on_cuda():
+            raise InvalidArgument(
+                "from_switch: experts of several ranks have returned wrong results on CUDA (MLX 0.32.4), and are not "
+                "computed there; mx.set_default_device(mx.cpu), or shard the model by tp alone"
+            )
         names = projections(switch)
         options = _Options(mode, tokens, capacity_factor, exchange_dtype, host_sync)
         placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)
@@ -188,10 +195,11 @@ class ExpertParallelSwitchGLU(nn.Module):
             (..., k, d), or with ``scores`` (..., d), their sum, added up in float32; in the dtype of mlx-lm's layer.
 
         Raises:
-            InvalidArgument: an index is no expert, shapes do not fit, or the ranks disagree; the same on every rank,
-                before a payload is sent. Inside ``mx.compile`` only what shapes show. With mode "auto", of few
-                replicated tokens up to 31 calls later; until then a wrong index gives NaN.
-            Mismatch: between two such comparisons, shapes do not fit on one rank, or they are others on it.
+            InvalidArgument: an index is no expert, or shapes do not fit; the same on every rank, before a payload is
+                sent. Inside ``mx.compile`` only what shapes show. With mode "auto", of few replicated tokens up to 31
+                calls later; until then a wrong index gives NaN.
+            Mismatch: the ranks disagree, found in the same comparison; or, between two of them, shapes do not fit on
+                one rank, or they are others on it.
         """
         later = self.host_sync and self._is_compared_later(x, indices, scores)
         waits = self.host_sync and isinstance(indices, mx.array) and not (later and self._is_sooner_masked(indices))
@@ -314,15 +322,15 @@ class ExpertParallelSwitchGLU(nn.Module):
         compiled: Compiled | None,
     ) -> mx.array:
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
-        sharding, stages = self._sharding, Stages()
+        sharding, order = self._sharding, Order()
         layer: nn.Module = self
         scatter = self.last_mode == "gather"
         if sharding.tp_group is not None or self.last_mode == "dispatch" or self.tokens == "sharded":
             # Otherwise the gradients of the parameters need no collective, and those of x and scores have their own.
-            layer, (x, *weights) = tied(self, optional((x, scores)), stages, sharding.tp_group)
+            layer, (x, *weights) = tied(self, optional((x, scores)), order, sharding.tp_group)
             scores = weights[0] if weights else None
         experts = Experts(
-            sharding.placement, sharding.group, layer, sharding.tp_group, self.exchange_dtype, stages, compiled
+            sharding.placement, sharding.group, layer, sharding.tp_group, self.exchange_dtype, order, compiled
         )
         if isinstance(routing, Handle):
             y = dispatched(x, routing, scores, experts)
@@ -332,7 +340,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             y = gathered(x, routing, scores, experts, most, scatter)
         else:
             y = replicated(x, routing, scores, experts, scatter)
-        return y if sharding.tp_group is None else summed(y, stages, sharding.tp_group)
+        return y if sharding.tp_group is None else summed(y, order, sharding.tp_group)
 
     def _choose(self, tokens: int, k: int, x: mx.array) -> str:
         if self.mode != "auto":

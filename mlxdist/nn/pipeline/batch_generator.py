@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.partition import require_counts
+from mlxdist.nn.rank_checks import agreed
 
 from ..sharding.cuts import cuts
 from .stage import stage_of
@@ -32,7 +33,8 @@ class PipelineBatchGenerator:
         options: of each ``mlx_lm.generate.BatchGenerator``, but for ``stream``. Limits are of one batch.
 
     Raises:
-        InvalidArgument: the model has no stages; ``batches`` is no positive integer.
+        InvalidArgument: the model has no stages; ``batches`` is no positive integer on one of the ranks.
+        Mismatch: on all ranks: they have other ``batches`` or ``options``.
     """
 
     def __init__(self, model: nn.Module, *, batches: int | None = None, **options: Any) -> None:
@@ -44,7 +46,10 @@ class PipelineBatchGenerator:
                 "PipelineBatchGenerator: the model has no stages; call pipeline_parallel(model) first"
             )
         batches = stage.stages if batches is None else batches
-        require_counts("PipelineBatchGenerator", batches=batches)
+        # Functions, such as a sampler, are objects of each process: their names are compared.
+        plain = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
+        with agreed("PipelineBatchGenerator", stage.group, {"batches": batches} | plain):
+            require_counts("PipelineBatchGenerator", batches=batches)
         while len(_streams) < batches:
             _streams.append(mx.new_thread_local_stream(mx.default_device()))
         # The sums of ranks that share layers are in one group, whose order two streams would not keep on all of them.

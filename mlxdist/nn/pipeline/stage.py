@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.equal_inputs import inputs_of
+from mlxdist.nn.rank_checks import agree, agreed, described
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
+from mlxdist.runtime.ordering import Order
 
 from .elsewhere import advance, drop_layer, drop_parameters
 from .layers import Boundary, Layers, Like, at, find_layers, subclass, with_value
@@ -50,11 +52,12 @@ def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | No
 
     Raises:
         InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is for another model or number
-            of ranks; the ranks have different plans or models. The same on all ranks; the model is unchanged.
+            of ranks. The same on all ranks; the model is unchanged.
+        Mismatch: the ranks have different plans, or models with other parameters, dtypes or frozen ones.
     """
     group = group_of(group)
     layers: Any = None
-    with agreed("pipeline_parallel", group, None if plan is None else plan.to_json()):
+    with agreed("pipeline_parallel", group, None if plan is None else plan.to_json(), described(model)):
         if stage_of(model) is not None:
             raise InvalidArgument("pipeline_parallel: the model is a stage already")
         layers = find_layers(model)
@@ -96,13 +99,14 @@ class Stage:
         self.index, self.stages = group.rank(), group.size()
         self.chunks = [range(*pair) for pair in plan.ranges[self.index :: self.stages]]
         self.transfer = Transfer.of(group) if self.stages > 1 else None
-        self._model: Callable[..., Any] = partial(type(model).__call__, model)
+        self._model = partial(type(model).__call__, model)
         self._run: _Run | None = None
         self._numbers = {path: number for number, path in enumerate(layers.paths)}
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
+        self._chunk: int | None = None  # then
         self.stamps: Stamps | None = None
         self._calls = 0
-        self._received, self._sent = list[mx.array](), list[mx.array]()  # the last of each, of whichever call
+        self._receives, self._sends = Order(Transfer.incoming), Order(Transfer.stream)  # of all calls
         holders = {tuple(stages_of(when, self.stages)) for when in layers.outside.values()}
         shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
         groups = {ranks: group.split(0 if self.index in ranks else -1) for ranks in shared}
@@ -146,6 +150,23 @@ class Stage:
         logits = self._called(run, tokens, cache=cache)
         return logits if self.chunks[chunk].stop == len(self._layers.paths) else run.left
 
+    def trainable_parameters(self) -> Any:
+        """A tree of the trainable parameters that this stage counts: over all stages each of the full model once.
+
+        In a loss of ``train.value_and_grad`` those of the virtual stage that is computed, for terms of
+        ``train.stage_loss``; elsewhere all of this rank's.
+        """
+        flat: Any = tree_flatten(self._model.args[0].trainable_parameters())
+        return tree_unflatten([(path, array) for path, array in flat if self.counts(path, self._chunk)])
+
+    def counts(self, path: str, chunk: int | None) -> bool:
+        """Whether virtual stage ``chunk`` of this rank, or with ``None`` the rank, counts the parameter at ``path``:
+        one of all does."""
+        if self.holders(path)[0] != self.index or chunk is None:
+            return self.holders(path)[0] == self.index
+        number = self._layer_of(path)
+        return chunk == 0 if number is None else number in self.chunks[chunk]
+
     def within(
         self, function: Callable[[], Any], hidden: Sequence[mx.array] | None, chunk: int = 0
     ) -> tuple[Any, list[mx.array]]:
@@ -164,20 +185,23 @@ class Stage:
             runs.append(self._run_of(chunk, tokens.shape, hidden))
             return self._called(runs[-1], tokens, *args, **keywords)
 
-        value = self._with_model(call, function)
+        value = self._with_model(call, function, chunk)
         if len(runs) != 1:
             raise InvalidArgument(f"what trains a model in stages calls it once, not {len(runs)} times")
         return value, runs[0].left
 
-    def shape_of_call(self, function: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
-        """What a function returns, not to be evaluated, and the shape of the tokens with which it calls the model."""
+    def shape_of_call(self, function: Callable[[], Any], chunk: int = 0) -> tuple[Any, tuple[int, int]]:
+        """What ``function`` returns, not to be evaluated, and the shape of the tokens with which it calls the model.
+
+        No layer is called. ``chunk``: whose parameters :meth:`trainable_parameters` are.
+        """
         shapes: list[Any] = []
 
         def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
             shapes.append(tokens.shape)
             return self._called(_Run([], tokens.shape), tokens, *args, **keywords)
 
-        value = self._with_model(call, function)
+        value = self._with_model(call, function, chunk)
         if len(shapes) != 1 or len(shapes[0]) != 2:
             raise InvalidArgument(
                 "what trains a model in stages calls it once, with tokens of shape (batch, length), not with "
@@ -185,12 +209,12 @@ class Stage:
             )
         return value, shapes[0]
 
-    def _with_model(self, call: Callable[..., Any], function: Callable[[], Any]) -> Any:
-        self._alone = call
+    def _with_model(self, call: Callable[..., Any], function: Callable[[], Any], chunk: int) -> Any:
+        self._alone, self._chunk = call, chunk
         try:
             return function()
         finally:
-            self._alone = None
+            self._alone = self._chunk = None
 
     def _run_of(self, chunk: int, shape: Sequence[int], hidden: Sequence[mx.array] | None) -> "_Run":
         own = self.chunks[chunk]
@@ -204,7 +228,8 @@ class Stage:
             return self._alone(tokens, *args, **keywords)
         if self.transfer is None:
             return self._model(tokens, *args, **keywords)
-        run = _ConnectedRun(self, self.transfer, tokens.shape)
+        inputs = inputs_of(tokens, *args, *keywords.values())
+        run = _ConnectedRun(self, self.transfer, tokens.shape, inputs)
         logits = self._called(run, tokens, *args, **keywords)
         if not self.is_last:  # these are made of zeros: only their shape is right
             (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
@@ -250,9 +275,19 @@ class Stage:
         number = self._layer_of(path)
         return number is None or number in self.chunks[chunk]
 
+    def is_in_last_chunk(self, path: str) -> bool:
+        """Whether the last virtual stage of the model may use the parameter at ``path``."""
+        number = self._layer_of(path)
+        return self.stages - 1 in self.holders(path) and (number is None or number in range(*self.plan.ranges[-1]))
+
     def group_of(self, path: str) -> Group | None:
         """The stages that hold a parameter, if there are several."""
         return self._shared.get(tuple(self.holders(path)))
+
+    @property
+    def shared_groups(self) -> list[Group]:
+        """Those of :meth:`group_of`, in one order on all stages."""
+        return list(self._shared.values())
 
     def _layer_of(self, path: str) -> int | None:
         """The number of the layer that has the parameter at that path; None: it is in no layer."""
@@ -305,29 +340,31 @@ class _ConnectedRun(_Run):
     Each message waits for the one before, a receive for those of earlier calls, too, and so does a send: MLX may
     evaluate several calls together, in an order of its own. A receive does not wait for the send of an earlier call, so
     that one call arrives while another leaves.
+
+    ``inputs``: of the model, such as tokens that each rank has sampled for itself, which stages compare.
     """
 
-    def __init__(self, stage: Stage, transfer: Transfer, shape: Sequence[int]) -> None:
+    def __init__(self, stage: Stage, transfer: Transfer, shape: Sequence[int], inputs: Sequence[mx.array]) -> None:
         super().__init__(stage.chunks, shape)
-        self.stage, self.transfer = stage, transfer
+        self.stage, self.transfer, self.inputs = stage, transfer, inputs
         if bridge.traces():  # what is traced must not come into another trace
-            stage._received, stage._sent = [], []
+            stage._receives, stage._sends = Order(transfer.incoming), Order(transfer.stream)
 
     def enter(self, number: int) -> list[mx.array]:
         stage, taken = self.stage, self.stage.taken(number)
         batch, length = self.shape
         before = (stage.index - 1) % stage.stages
-        received = self.transfer.recv(taken, batch, length, before, after=[*stage._received, *self.messages[-1:]])
-        stage._received = received[-1:]
+        received = self.transfer.recv(
+            taken, batch, length, before, stage._receives, *self.messages[-1:], inputs=self.inputs
+        )
         self.messages += received
         return received
 
     def leave(self, number: int, arrays: list[mx.array]) -> None:
         stage = self.stage
         behind = (stage.index + 1) % stage.stages
-        sent = self.transfer.send(arrays, behind, stage.taken(number), after=[*stage._sent, *self.messages[-1:]])
-        stage._sent = sent[-1:]
-        self.messages += sent
+        order, to = stage._sends, stage.taken(number)
+        self.messages += self.transfer.send(arrays, behind, to, order, *self.messages[-1:], inputs=self.inputs)
 
 
 def _routed(model: Any, stage: Stage, layers: Layers) -> None:

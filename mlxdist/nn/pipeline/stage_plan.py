@@ -345,7 +345,7 @@ _FIELDS: Mapping[str, validation.Check] = {
 
 def _read(text: str) -> StagePlan:
     try:
-        fields = validation.fields_of(_FIELDS, json.loads(text))
+        fields = validation.fields_of(_FIELDS, json.loads(text, parse_constant=validation.reject_constant))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     plan = StagePlan(**fields)

@@ -1,17 +1,17 @@
 """Activations between the stages of a pipeline."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.point_to_point import recv, send
+from mlxdist.runtime.ordering import Order
 
 from ..sharding.plan.parameters import dtype_name
-from .layers import Boundary
+from .layers import Boundary, Passed
 
 __all__ = ["GradientTransfer", "Transfer"]
 
@@ -29,9 +29,17 @@ class Transfer(Channel):
     results = mx.new_thread_local_stream(mx.cpu)
 
     def send(
-        self, arrays: Sequence[mx.array], to: int, boundary: Boundary, after: Sequence[mx.array] = ()
+        self,
+        arrays: Sequence[mx.array],
+        to: int,
+        boundary: Boundary,
+        order: Order | None = None,
+        *after: mx.array,
+        inputs: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """Sends what passes a boundary. Evaluating what it returns sends it, and computes ``after`` before.
+        """Sends what passes a boundary. Evaluating what it returns sends it: one array after the other, behind what
+        comes before in ``order``, and when ``after`` is computed. It raises Mismatch on both ranks if their ``inputs``
+        of the model differ: a hash of them goes with each array.
 
         Raises:
             InvalidArgument: an array has not the shape and dtype that were agreed.
@@ -42,28 +50,40 @@ class Transfer(Channel):
                     f"a stage sends {dtype_name(x)} of shape {x.shape}, but {passed} was agreed when the pipeline was "
                     "made; change dtypes and shapes of the model before pipeline_parallel"
                 )
-        sent: list[mx.array] = list(after)
-        for x in arrays:
-            x = mx.depends([x], sent)[0] if sent else x
-            sent.append(send(x, to, group=self.group, stream=self.stream))
-        return sent[len(after) :]
+        order = order or Order(self.stream)
+
+        def leave(x: mx.array) -> mx.array:
+            sent: mx.array = bridge.send(x, self.group.connection, to, self.stream, equal=list(inputs))
+            return sent
+
+        return [order.carry_out(leave, x, *after) for x in arrays]
 
     def recv(
-        self, boundary: Boundary, batch: int, length: int, src: int, after: Sequence[mx.array] = ()
+        self,
+        boundary: Boundary,
+        batch: int,
+        length: int,
+        src: int,
+        order: Order | None = None,
+        *after: mx.array,
+        inputs: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """What :meth:`send` sends there, each of shape (batch, length, ...), once ``after`` is computed."""
-        received: list[mx.array] = list(after)
-        for passed in boundary:
-            token = mx.depends([received[-1]], received[:-1])[0] if received else mx.zeros(())
-            shape = (batch, length, *passed.shape[1:])
-            x: Any = recv(shape, passed.dtype, src, token=token, group=self.group, stream=self.incoming)
-            received.append(x)
-        return received[len(after) :]
+        """What :meth:`send` sends there, each of shape (batch, length, ...), in an order as there."""
+        order = order or Order(self.incoming)
+
+        def arrive(passed: Passed, token: mx.array) -> mx.array:
+            shape, connection = [batch, length, *passed.shape[1:]], self.group.connection
+            received: mx.array = bridge.recv(
+                token, connection, src, shape, passed.dtype, self.incoming, equal=list(inputs)
+            )
+            return received
+
+        return [order.carry_out(partial(arrive, passed), mx.array(0.0), *after) for passed in boundary]
 
     def broadcast(self, x: mx.array, root: int, call: int) -> mx.array:
         """``x`` of a stage on all stages. Ranks on which MLX evaluates the results of several calls in other orders
         raise Mismatch, by their number ``call``."""
-        result: mx.array = bridge.broadcast(x, self.group.connection, root, self.results, label=call)
+        result: mx.array = bridge.broadcast(x, self.group.connection, root, self.results, structure=call)
         return result
 
 

@@ -1,8 +1,8 @@
 """How one rank's array is a part of a full one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from mlxdist.runtime.group import Group
 
 from ..partition import slice_along
 
-__all__ = ["Cut", "Piece", "Range"]
+__all__ = ["Cut", "Piece", "Range", "overlapping"]
 
 Range = tuple[int, int]
 
@@ -38,7 +38,7 @@ class Cut:
             may come more than once (KV heads of which each query head has a copy).
         groups: the ranks that hold other parts: one group for each way in which the array is cut. () if it is full.
         copies: of each axis, ranges of what this rank holds, from 0, which an earlier rank holds, too, or this one
-            already: what is counted once is counted there.
+            already: what is counted once is counted there. ``None``: no rank holds a copy.
         flat: of what the ranges give, flattened, the elements that this rank holds; ``None`` for all. The local array
             then has one dimension.
         length: of the local array where it is flat: zeros follow, up to the length that all ranks have.
@@ -47,14 +47,14 @@ class Cut:
     shape: tuple[int, ...]
     ranges: tuple[tuple[Range, ...], ...]
     groups: tuple[Group | mx.distributed.Group, ...] = ()
-    copies: tuple[tuple[Range, ...], ...] = ()
+    copies: tuple[tuple[Range, ...] | None, ...] = ()
     flat: Range | None = None
     length: int = 0
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> "Cut":
         """Of an array that all ranks hold."""
-        return cls(tuple(shape), tuple(((0, length),) for length in shape), (), ((),) * len(shape))
+        return cls(tuple(shape), tuple(((0, length),) for length in shape), (), (None,) * len(shape))
 
     def along(self, axis: int, ranges: Sequence[Sequence[Range]], group: Group | mx.distributed.Group) -> "Cut":
         """Cut along an axis that is full: ``ranges`` of each rank of ``group``."""
@@ -70,9 +70,13 @@ class Cut:
             copies += [(held + first, held + last) for first, last in _runs(taken[start:stop])]
             taken[start:stop] = True
             held += stop - start
-        put = lambda values, value: (*values[:axis], tuple(value), *values[axis + 1 :])
+        put = lambda values, value: (*values[:axis], value, *values[axis + 1 :])
+        has_copies = overlapping(one for of_rank in ranges for one in of_rank)
         return replace(
-            self, ranges=put(self.ranges, mine), groups=(*self.groups, group), copies=put(self.copies, copies)
+            self,
+            ranges=put(self.ranges, mine),
+            groups=(*self.groups, group),
+            copies=put(self.copies, tuple(copies) if has_copies else None),
         )
 
     def flattened(self, begin: int, end: int, length: int, group: Group | mx.distributed.Group) -> "Cut":
@@ -107,13 +111,16 @@ class Cut:
         return mx.pad(full.reshape(-1)[begin:end], (0, self.length - (end - begin)))
 
     def counted(self) -> np.ndarray | None:
-        """Which elements of the local array this rank counts, bool of a shape that broadcasts to its own; ``None`` for
-        all. Padding is zeros, and may be counted."""
-        if not any(self.copies):
+        """Which elements of the local array this rank counts, bool of a shape that broadcasts to its own; ``None``:
+        each rank counts all of its elements. Padding is zeros, and may be counted.
+
+        ``None`` comes on all ranks or on none, so that what is computed with it has one graph on all of them.
+        """
+        if all(copies is None for copies in self.copies):
             return None
         mask = np.ones((1,) * len(self.shape), bool)
         for axis, copies in enumerate(self.copies):
-            if copies:
+            if copies is not None:
                 along = np.ones(self.joined[axis], bool)
                 for start, stop in copies:
                     along[start:stop] = False
@@ -158,6 +165,11 @@ class Cut:
             axes.append(axis)
         for each in product(*axes):
             yield tuple(box for box, _ in each), tuple(index for _, index in each)
+
+
+def overlapping(ranges: Iterable[Range]) -> bool:
+    """Whether two of the ranges have something in common."""
+    return any(before[1] > after[0] for before, after in pairwise(sorted(ranges)))
 
 
 def _runs(mask: np.ndarray) -> list[Range]:

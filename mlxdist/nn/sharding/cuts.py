@@ -62,7 +62,9 @@ def _cuts_of(module: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
     elif isinstance(module, LoRALinear):
         name, axis = ("lora_b", 1) if module.linear.shard_axis == 0 else ("lora_a", 0)
         yield name, partial(module.linear.cut, module[name].shape, axis)
-    elif isinstance(module, (*COLUMN_SHARDED, *ROW_SHARDED)):
+    elif isinstance(module, (*COLUMN_SHARDED, *ROW_SHARDED)) and "_inside" not in vars(module):
+        # One inside of a block its region has named above, or all ranks hold it: mlx-lm's shard() makes such a layer of
+        # KV heads that are fewer than the ranks, too.
         yield from _of_mlx(module)
     elif isinstance(module, FullyShardedModule | SplitBlock):
         instead = (

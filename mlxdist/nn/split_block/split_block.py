@@ -34,7 +34,7 @@ from ..rank_checks import agreed, described
 from .merged import project
 from .rotary import RotaryTable, rotate
 from .shard_layer import Shape, shard_layer
-from .submissions import traced
+from .submissions import submit, traced
 
 __all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "settings"]
 
@@ -99,7 +99,8 @@ class SplitBlock(nn.Module):
 
         Raises:
             InvalidArgument: the layer has another shape, cannot be sharded like this, or (``check``) is not what a
-                block computes, or not the same on all ranks; a rank with another exception raises that itself.
+                block computes, or has other weights on another rank; a rank with another exception raises that itself.
+            Mismatch: on all ranks, which have other layers.
         """
         group, on_cpu = group_of(group), mx.default_device() == mx.cpu
         with agreed(NAME, group, described(layer)) if check else nullcontext():
@@ -193,7 +194,7 @@ class SplitBlock(nn.Module):
     def _sum(self, partial: mx.array) -> mx.array:
         total = partial if self._group is None else all_sum(partial, group=self._group)
         if self.submit:
-            mx.async_eval(total)
+            submit(total)
         return total
 
     def reserve(self, cache: Any, h: mx.array, window: int = 0) -> tuple[mx.array, mx.array]:

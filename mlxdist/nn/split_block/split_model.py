@@ -15,6 +15,7 @@ from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
+from ..equal_inputs import compare_inputs
 from ..rank_checks import agree, agreed, described
 from ..sharding.plan import plan_shards
 from .head import InPlaceOf, shard_head
@@ -32,7 +33,8 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative 
 class SplitModel(InPlaceOf):
     """What :meth:`from_model` makes. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like the model itself.
 
-    Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them.
+    Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them. Ranks
+    that call it with different arrays raise a Mismatch.
 
     Attributes:
         model: mlx-lm's own, with other layers. What this class does not have is looked up there.
@@ -73,7 +75,8 @@ class SplitModel(InPlaceOf):
 
         Raises:
             InvalidArgument: the model is sharded already, or cannot be sharded like this, or (``check``) computes
-                something else, or is not the same on all ranks.
+                something else. The same on all ranks.
+            Mismatch: on all ranks, which have other layers.
         """
         group = group_of(group)
         wanted: list[mx.array] = []
@@ -91,6 +94,7 @@ class SplitModel(InPlaceOf):
         if reason is None:
             with agreed(NAME, group):
                 _into_blocks(model, group, rank_shares, transposed, submit)
+            compare_inputs(model, group)
         else:
             _shard_own_layers(model, group, rank_shares, submit)
         split = cls(model, reason)

@@ -15,9 +15,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxdist.runtime.cuda import computes_on_cuda
+
 from ..tensor_parallel.linear_layers import ROW_SHARDED, with_result
 
-__all__ = ["Submissions", "submissions", "submit_sums", "traced"]
+__all__ = ["Submissions", "submissions", "submit", "submit_sums", "traced"]
 
 
 @dataclass
@@ -72,6 +74,19 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
     return evaluate
 
 
+def submit(array: mx.array) -> None:
+    """Hands the graph of ``array`` to MLX.
+
+    MLX's CUDA backend (0.32.4) computes it at once: there a graph that is submitted while the collective of another one
+    runs can wait for ever. The thread that signals the collective's end frees an earlier event, which waits for the
+    GPU, and the GPU waits for that signal.
+    """
+    if computes_on_cuda():
+        mx.eval(array)
+    else:
+        mx.async_eval(array)
+
+
 def submit_sums(model: nn.Module) -> None:
     """Changes the modules of ``model`` that add up over the ranks."""
     for module in model.modules():
@@ -82,5 +97,5 @@ def submit_sums(model: nn.Module) -> None:
 
 
 def _submitted(module: nn.Module, result: Any) -> Any:
-    mx.async_eval(result)
+    submit(result)
     return result

@@ -15,7 +15,7 @@ from mlxdist.base.errors import InvalidArgument
 
 from .lora import ShardedLinear
 
-__all__ = ["MultiLoRALinear", "adapters_of_rows"]
+__all__ = ["MultiLoRALinear", "adapters_of_rows", "given_adapters"]
 
 # What was given, and on the device; None: no row has an adapter.
 _of_rows: ContextVar[tuple[Sequence[int], mx.array] | None] = ContextVar("adapters of rows", default=None)
@@ -38,6 +38,12 @@ def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _of_rows.reset(before)
+
+
+def given_adapters() -> tuple[list[int], mx.array | None]:
+    """What :func:`adapters_of_rows` says here, and on the device; no numbers: no row has an adapter."""
+    given = _of_rows.get()
+    return ([], None) if given is None else (list(given[0]), given[1])
 
 
 class MultiLoRALinear(nn.Module):

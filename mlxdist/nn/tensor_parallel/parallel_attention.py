@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.native import bridge
 
 from ..mappings import copy_to_tensor_parallel_region
 from ..partition import copy_to_holders, require_counts, shard_slice, split_sizes
@@ -144,7 +145,8 @@ class ParallelAttention(nn.Module):
     The initial values are this rank's shard of those of dense layers: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: on all ranks, if the heads cannot be sharded so, see :func:`split_heads`; if arguments differ.
+        InvalidArgument: on all ranks, if the heads cannot be sharded so, see :func:`split_heads`.
+        Mismatch: on all ranks, if arguments differ.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class ParallelAttention(nn.Module):
         group = group_of(group)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         values = (dims, n_heads, n_kv_heads, head_dim, bias, scale, sequence_parallel, rank_shares)
-        with agreed("ParallelAttention", group, *values, described(q_norm), described(k_norm)):
+        with agreed("ParallelAttention", group, *values, {"q_norm": described(q_norm), "k_norm": described(k_norm)}):
             split_heads("ParallelAttention", n_heads, n_kv_heads, group.size(), rank_shares)
             if head_dim is None and dims % n_heads != 0:
                 raise InvalidArgument(
@@ -252,6 +254,11 @@ class ParallelAttention(nn.Module):
             queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
+        if self._is_mixed and bridge.traces() and not hasattr(cache, "bits"):
+            # MLX computes one query head for each KV head in another graph than several, and the order of a graph's
+            # collectives must be that of all ranks.
+            copies = mx.array([head * self.n_kv_heads // self.n_heads for head in range(self.n_heads)])
+            keys, values = mx.take(keys, copies, axis=1), mx.take(values, copies, axis=1)
         attend: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
         if hasattr(cache, "bits"):  # a cache that is quantized: MLX has no attention over it, mlx-lm has
             from mlx_lm.models.base import quantized_scaled_dot_product_attention
@@ -286,6 +293,8 @@ class ParallelAttention(nn.Module):
         self.n_heads, self.n_kv_heads = heads[group.rank()], len(kv_heads[group.rank()])
         self._heads, self._kv_heads, self._n_kv_heads, self._group = tuple(heads), tuple(kv_heads), total_kv, group
         self.shares_kv_heads = sum(map(len, kv_heads)) > total_kv
+        # Whether some ranks have one query head for each KV head, and others more.
+        self._is_mixed = len({size > len(held) for size, held in zip(heads, kv_heads, strict=True)}) > 1
         common = {"sequence_parallel": sequence_parallel, "group": group}
         column = common | {"multiple": head_dim}
         self.q_proj = ColumnParallelLinear.from_linear(whole.q_proj, rank_shares=heads, **column)

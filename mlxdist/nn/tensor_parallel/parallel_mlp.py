@@ -44,7 +44,8 @@ class ParallelMLP(Sharded):
     The initial values are this rank's shard of those of dense layers: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: on all ranks, if the hidden features cannot be sharded so, or if arguments differ.
+        InvalidArgument: on all ranks, if the hidden features cannot be sharded so.
+        Mismatch: on all ranks, if arguments differ.
     """
 
     def __init__(

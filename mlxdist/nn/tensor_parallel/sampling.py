@@ -153,7 +153,8 @@ class VocabParallelSampler:
         group: the ranks; ``None`` is the group of ``mlxdist.init()``. All of them make the sampler, together.
 
     Raises:
-        InvalidArgument: on all ranks, if an argument is out of range on one or if they differ.
+        InvalidArgument: on all ranks, if an argument is out of range on one.
+        Mismatch: on all ranks, if they differ.
     """
 
     def __init__(

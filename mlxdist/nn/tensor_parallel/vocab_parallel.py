@@ -13,6 +13,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
+from ..equal_inputs import require_equal
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from ..partition import own_tokens, require_counts, shard_slice, split_sizes
 from ..rank_checks import agreed, described
@@ -39,7 +40,7 @@ class _VocabParallel(Sharded):
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise InvalidArgument(f"{type(self).__name__}: tokens must be integers, not {tokens.dtype}")
         here = shard_slice(self._sizes, self._group.rank())
-        mine, local = own_tokens(tokens, here)
+        mine, local = own_tokens(require_equal(tokens, self._group), here)
         return reduce_from_tensor_parallel_region(mx.where(mine[..., None], self._rows(local), 0), self._group)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -85,8 +86,9 @@ class VocabParallelEmbedding(_VocabParallel):
 
     Called with tokens, integers of any shape (...) that are the same on all ranks, it returns their embeddings, shape
     (..., dims), the same on all ranks and bitwise those of ``nn.Embedding``: one all_sum of them, to which each rank
-    gives zeros for the tokens of others. A token from outside the vocabulary has an embedding of zeros. The gradient
-    of ``weight`` is this rank's rows of that of ``nn.Embedding``; the initial values too: seed all ranks alike.
+    gives zeros for the tokens of others, once all are known to have the same tokens (else it is a Mismatch). A token
+    from outside the vocabulary has an embedding of zeros. The gradient of ``weight`` is this rank's rows of that of
+    ``nn.Embedding``; the initial values too: seed all ranks alike.
 
     Args:
         num_embeddings, dims: the size of the vocabulary, at least one token for each rank, and of an embedding.
@@ -95,7 +97,8 @@ class VocabParallelEmbedding(_VocabParallel):
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: on all ranks, if the vocabulary cannot be sharded so, or if their arguments differ.
+        InvalidArgument: on all ranks, if the vocabulary cannot be sharded so.
+        Mismatch: on all ranks, if their arguments differ.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from .pipelines import make_qwen2
 
-__all__ = ["save_byte_model", "save_byte_tokenizer"]
+__all__ = ["byte_tokenizer", "save_byte_model", "save_byte_tokenizer"]
 
 _END = "<|end|>"
 _ADDED = 0.04
@@ -46,12 +46,15 @@ def save_byte_model(directory: Path, hidden: int, layers: int) -> Path:
 
 
 def save_byte_tokenizer(directory: Path, end: str, others: Sequence[str] = (), template: str | None = None) -> None:
+    byte_tokenizer(end, others, template).save_pretrained(directory)
+
+
+def byte_tokenizer(end: str, others: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
     """Tokens 0 to 255 are bytes, in the order of the characters that stand for them; then ``end``, and others."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), end, *others]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    saved = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=end, additional_special_tokens=list(others), chat_template=template
     )
-    saved.save_pretrained(directory)

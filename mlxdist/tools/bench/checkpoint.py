@@ -8,6 +8,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from mlxdist.base.user_path import UserPath
+
 from .results import Target, by_case, case_name, comparison_table
 from .runner import ONE_THREAD, Report, Runner, benchmark
 from .sizes import multiples_of
@@ -23,7 +25,7 @@ LOST = 0.05  # of the time of a step
 @click.option("--layers", type=click.IntRange(1, 64), default=4, show_default=True, help="Linear layers of a model.")
 @click.option("--rows", type=click.IntRange(1, 65536), default=8, show_default=True, help="Of a batch of one rank.")
 @click.option("--steps", type=click.IntRange(1, 10000), default=20, show_default=True, help="For each save.")
-@click.option("--directory", type=click.Path(file_okay=False), help="Where to save.  [default: a temporary one]")
+@click.option("--directory", type=UserPath(file_okay=False), help="Where to save.  [default: a temporary one]")
 def checkpoint(runner: Runner, hidden: list[int], layers: int, rows: int, steps: int, directory: str | None) -> Report:
     """Time data-parallel steps of two ranks of this machine, with AdamW in float32, without a save and with one.
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
+from mlxdist.base.user_path import UserPath
+
 from .results import case_name, hosts_of, key, load, results_console, spread, table_of
 
 __all__ = ["compare", "compared", "differences"]
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+_FILE = UserPath(dir_okay=False, path_type=Path)
 # Of the setup: what must be the same for times to answer a question, and what is only to be known.
 _NEEDED = ("ranks", "provider", "device", "pinned")
 _KNOWN = ("mlxdist", "mlx", "python", "revision", "iterations", "repeats", "environment")

@@ -38,15 +38,17 @@ class PromptCaches:
         expected = _arrays(cache)
         mx.eval(expected)
         if case["operation"] == "transfer":
-            return self._transfer(case, cache, expected)
+            return self._transfer(case, model, cache, expected)
         return self._first_token(case, model, prompt)
 
-    def _transfer(self, case: dict[str, Any], cache: list[Any], expected: Sequence[mx.array]) -> list[dict[str, Any]]:
+    def _transfer(
+        self, case: dict[str, Any], model: nn.Module, cache: list[Any], expected: Sequence[mx.array]
+    ) -> list[dict[str, Any]]:
         def by_kv() -> list[mx.array]:
             if self.is_sender:
-                kv.send(cache, 1)
+                kv.send(cache, 1, model=model)
                 return []
-            return _arrays(kv.recv(0))
+            return _arrays(kv.recv(0, model=model))
 
         def by_messages() -> list[mx.array]:
             if self.is_sender:
@@ -64,9 +66,9 @@ class PromptCaches:
     def _first_token(self, case: dict[str, Any], model: nn.Module, prompt: mx.array) -> list[dict[str, Any]]:
         def split() -> list[mx.array]:
             if self.is_sender:
-                kv.send(_computed(model, prompt[:, :-1]), 1)
+                kv.send(_computed(model, prompt[:, :-1]), 1, model=model)
                 return []
-            return [_evaluated(model(prompt[:, -1:], cache=kv.recv(0)))]
+            return [_evaluated(model(prompt[:, -1:], cache=kv.recv(0, model=model)))]
 
         def alone() -> list[mx.array]:
             if not self.is_sender:

@@ -12,6 +12,7 @@ import click
 
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
+from mlxdist.base.user_path import UserPath
 
 from .results import comparison, hosts_of, load, notes
 from .runner import require_package
@@ -35,7 +36,7 @@ pre { overflow-x: auto; font-size: 0.8rem; }
 
 
 @click.command()
-@click.argument("file", metavar="A.json", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", metavar="A.json", type=UserPath(dir_okay=False, path_type=Path))
 @click.option("--html", type=OUTPUT_FILE, required=True, help="Where to write the report.")
 def report(file: Path, html: Path) -> None:
     """Write a report with plots of what a benchmark has written with --output.

@@ -213,7 +213,7 @@ def _hosts(selection: HostSelection, ranks: int) -> list[dict[str, Any]]:
 # Options that benchmarks have in common.
 
 _RANKS = click.option(
-    "-n", "each", type=click.IntRange(1), help="Number of ranks; with hosts: on each of them.  [default: 2]"
+    "-n", "-np", "each", type=click.IntRange(1), help="Number of ranks; with hosts: on each of them.  [default: 2]"
 )
 _OTHERS = (
     click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not."),

@@ -21,6 +21,7 @@ from typing import Any
 from mlxdist.base.child_process import code_command
 from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, ResourceError
+from mlxdist.base.gpus import visible_gpus
 from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.facts.collect import collect_here, output_of
 from mlxdist.launch.jobs import list_jobs, read_job
@@ -70,6 +71,7 @@ def read(directory: str = "") -> dict[str, Any]:
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "system": host.system,
         "cores": host.cores,
+        "gpus": [str(gpu) for gpu in visible_gpus()],
         "load": host.load,
         "memory": vars(host.memory),
         "disks": _disks(directory),
@@ -84,11 +86,15 @@ def clock() -> float:
 
 
 def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
-    """Takes memory and writes to all of it, in a process of its own: the system may kill that for it."""
+    """Takes memory and writes to all of it, in a process of its own: the system may kill that for it.
+
+    "late": it was not done after ``seconds``, which says nothing of the memory.
+    """
     size = max(1 << 20, min(size, (collect_here().memory.available or size) // 4))
     begin = time.monotonic()
     _, error = run_python(code_command(_ALLOCATE, str(size)), seconds)
-    return {"bytes": size, "error": error, "seconds": time.monotonic() - begin}
+    taken = time.monotonic() - begin
+    return {"bytes": size, "error": error, "late": bool(error) and taken >= seconds, "seconds": taken}
 
 
 def devices(seconds: float = 10.0) -> dict[str, Any]:

@@ -162,10 +162,22 @@ class Checkpoints:
             files=[],
             arrays=plan.arrays,
             values=values,
+            kinds=state.kinds,
         )
         arguments = (answers[0][2], tensors, manifest, plan)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mlxdist-checkpoint")
         self._thread.start()
+
+    def lock(self, step: int) -> None:
+        """Makes sure, before any work, that later steps can be saved; :meth:`save` does so, too.
+
+        Args:
+            step: how many steps were done: what :meth:`load` has returned, or 0.
+
+        Raises:
+            InvalidArgument, ResourceError: as for :meth:`save`.
+        """
+        self._prepare(step)
 
     def wait(self) -> None:
         """Returns when the last save is complete. Raises what has kept it from being, on all ranks alike."""

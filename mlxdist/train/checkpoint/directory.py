@@ -56,7 +56,7 @@ def checked_path(name: str, path: Any) -> Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         raise InvalidArgument(f"{name}: {path!r} is no path")
-    return Path(text)
+    return Path(text).expanduser()
 
 
 def step_directory(directory: Path, step: int) -> Path:

@@ -55,6 +55,7 @@ class Manifest:
         files: by the numbers that the arrays have for them.
         arrays: by path. What a rank has of its own begins with its number: ``0/rng``.
         values: the leaves of the tree that are no arrays, by path.
+        kinds: of the optimizers, by path. Checkpoints of mlxdist 0.1 have none.
     """
 
     step: int
@@ -66,6 +67,7 @@ class Manifest:
     files: list[File]
     arrays: dict[str, Array]
     values: dict[str, Any]
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
         """Raises OSError."""
@@ -132,7 +134,7 @@ class Manifest:
 def stored(cut: Cut) -> Cut:
     """As a file has it: without the ranks' groups, and without the zeros at the end of what is flat."""
     length = 0 if cut.flat is None else cut.flat[1] - cut.flat[0]
-    return replace(cut, groups=(), copies=((),) * len(cut.shape), length=length)
+    return replace(cut, groups=(), copies=Cut.full(cut.shape).copies, length=length)
 
 
 def cut_to_json(cut: Cut) -> list[Any]:

@@ -1,6 +1,6 @@
 """Whether a checkpoint fits a tree, and what of it a rank needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
@@ -17,8 +17,11 @@ def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, A
     """Of a checkpoint: the arrays that a rank needs for its state, with how they are cut there; and the values.
 
     Raises:
-        InvalidArgument: it has not all of it, or other shapes or dtypes, or more parameters of a model.
+        InvalidArgument: it has not all of it, or other shapes or dtypes, or more parameters of a model; or it has the
+            state of another optimizer.
     """
+    for path, kind in state.kinds.items():
+        _check_optimizer(manifest, state, path, kind)
     cuts: dict[str, Cut] = {}
     values: dict[str, Any] = {}
     for path, cut in _wanted(manifest, state):
@@ -38,6 +41,34 @@ def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, A
             )
         cuts[path] = cut or Cut.full(array.shape)
     return cuts, values
+
+
+def _check_optimizer(manifest: Manifest, state: State, path: str, kind: str) -> None:
+    """The arrays of an optimizer for a parameter are those that the checkpoint has for it, if both have some."""
+    saved, here = (_by_owner(arrays, path) for arrays in (manifest.arrays, state.arrays))
+    different = [owner for owner in here.keys() & saved.keys() if here[owner] != saved[owner]]
+    before = manifest.kinds.get(path, kind)
+    if before == kind and not different:
+        return
+    what = f"of {before}, and here it is that of {kind}"
+    if before == kind:
+        owner = min(different)
+        what = f"of another {kind}: it has {', '.join(sorted(saved[owner]))} of '{owner}', and here are "
+        what += ", ".join(sorted(here[owner]))
+    raise InvalidArgument(
+        f"Checkpoints.load: '{path}' is the state {what}, in the checkpoint of step {manifest.step}; take the same "
+        f"optimizer, or begin with a new state: load the tree without '{path}'"
+    )
+
+
+def _by_owner(arrays: Mapping[str, Any], above: str) -> dict[str, set[str]]:
+    """The names of the arrays below ``above``, by what they belong to."""
+    found: dict[str, set[str]] = {}
+    for path in arrays:
+        if _is_below(path, above):
+            owner, _, name = path.rpartition(".")
+            found.setdefault(owner, set()).add(name)
+    return found
 
 
 def _wanted(manifest: Manifest, state: State) -> Iterator[tuple[str, Cut | None]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.sharding.cut import Cut
@@ -33,6 +34,7 @@ class State:
         modules: how the parameters of each model are cut.
         stateful: the paths of objects with a state. What is below them may be less than what a checkpoint has: an
             optimizer that has done no step has no moments.
+        kinds: the kind of each optimizer among them.
         elsewhere: the parameters of the models that other ranks have, and this one has not: of other stages.
     """
 
@@ -41,6 +43,7 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, Cut]] = field(default_factory=dict)
     stateful: list[str] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
 
     def __or__(self, other: "State") -> "State":
@@ -50,6 +53,7 @@ class State:
             self.values | other.values,
             self.modules | other.modules,
             self.stateful + other.stateful,
+            self.kinds | other.kinds,
             self.elsewhere | other.elsewhere,
         )
 
@@ -116,6 +120,8 @@ def collect(
             _add(state, path, node, given)
     for path, node in stateful:
         state.stateful.append(path)
+        if isinstance(node, optim.Optimizer):
+            state.kinds[path] = _kind(node)
         for name, leaf in _nodes(node.state, path):
             _add(state, name, leaf, given)
     if given:
@@ -143,8 +149,31 @@ def put_back(tree: Any, saved: Mapping[str, Any], prefix: str = "") -> Any:
     elif restore := getattr(tree, "restore", None):
         restore(_below(prefix, saved))
     else:
-        tree.state = _below(prefix, saved)
+        tree.state = _with_empty(_below(prefix, saved), tree.state)
     return tree
+
+
+def _with_empty(saved: Any, own: Any) -> Any:
+    """``saved`` with the dicts and lists of ``own`` that have no leaves: a checkpoint has leaves alone. Such are the
+    states of layers that have nothing to train."""
+    if not isinstance(own, dict | list | tuple):
+        return saved
+    if not saved:
+        return own if not tree_flatten(own) else saved
+    for key, node in own.items() if isinstance(own, dict) else enumerate(own):
+        if isinstance(saved, list) and key == len(saved):
+            saved.append({})
+        before = saved.get(key) if isinstance(saved, dict) else saved[key]
+        if (found := _with_empty(before, node)) is not None:
+            saved[key] = found
+    return saved
+
+
+def _kind(optimizer: optim.Optimizer) -> str:
+    """What has to be equal where the state of an optimizer is loaded."""
+    if isinstance(optimizer, optim.MultiOptimizer):
+        return f"MultiOptimizer({', '.join(map(_kind, optimizer.optimizers))})"
+    return getattr(optimizer, "kind", type(optimizer).__name__)
 
 
 def _has_state(node: Any) -> bool:

@@ -91,12 +91,13 @@ NB_MODULE(_bridge, m) {
       "queued_tasks",
       [] {
         nb::list tasks;
-        for (const auto& [group, to, from, thread] : queued_tasks())
-          tasks.append(nb::make_tuple(group, to, from, thread));
+        for (const auto& task : queued_tasks())
+          tasks.append(
+              nb::make_tuple(task.group, task.to, task.from, task.place, task.send, task.receive, task.thread));
         return tasks;
       },
-      "(group, to, from, thread) of each operation that its stream of MLX comes to after the one that the thread "
-      "carries out.");
+      "(group, to, from, place, send, receive, thread) of each operation that its stream of MLX has not come to; thread "
+      "carries out the one that the stream is in, 0 where it is in none.");
   m.def("traces", &traces, "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_directories", &set_own_directories, "mlxdist"_a, "mlx"_a,
         "Frames of files in these directories, whose names end with a slash, are not the program's.");
@@ -108,8 +109,15 @@ NB_MODULE(_bridge, m) {
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def(
-      "set_call_site", [] { mlxdist_set_call_site(current_call_site().exact); },
-      "The operations that this thread starts next come from the line of the program that has called mlxdist.");
+      "fill_call",
+      [](uintptr_t address, double timeout, uint64_t label) {
+        auto* call = reinterpret_cast<mlxdist_call*>(address);
+        call->timeout = timeout;
+        call->call_site = current_call_site().exact;
+        call->label = label;
+      },
+      "address"_a, "timeout"_a, "label"_a,
+      "Fills in a mlxdist_call: it comes from the line of the program that has called mlxdist.");
   m.def(
       "call_site_of",
       [](nb::handle frame) { return call_site_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).exact; }, "frame"_a,
@@ -121,12 +129,13 @@ NB_MODULE(_bridge, m) {
       .def_prop_ro("group", [](const Connection& c) { return reinterpret_cast<uintptr_t>(c.group()); })
       .def(
           "mlx_group",
-          [](std::shared_ptr<Connection> connection, double timeout, int64_t label) {
-            return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout, label));
+          [](std::shared_ptr<Connection> connection, double timeout, int64_t structure, uint64_t label) {
+            return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout, structure, label));
           },
-          "timeout"_a = -1.0, "label"_a = 0,
-          "label: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min.")
-      .def("split", &Connection::split, "color"_a, "key"_a)
+          "timeout"_a = -1.0, "structure"_a = 0, "label"_a = 0,
+          "structure: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min. label: "
+          "mlxdist_label, of all its operations.")
+      .def("split", &Connection::split, "color"_a, "key"_a, "label"_a = 0)
       .def_prop_ro("error_reported", &Connection::error_reported)
       .def_prop_ro("is_busy", &Connection::is_busy)
       .def("defer_errors", &Connection::defer_errors)

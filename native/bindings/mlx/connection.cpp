@@ -67,37 +67,54 @@ mlxdist_layout layout_of(const mx::array& x) { return layout_from(x, 0); }
 
 mlxdist_layout row_layout_of(const mx::array& x) { return layout_from(x, 1); }
 
-char* data_of(const mx::array& x) {
-  auto* data = const_cast<char*>(x.data<char>());
-  check_alignment(data, x.itemsize());
-  return data;
+Memory data_of(const mx::array& x) {
+  check_alignment(reinterpret_cast<const void*>(x.offset()), x.itemsize()); /* buffers begin at multiples of 8 */
+  return {x.buffer(), x.offset()};
+}
+
+static mlxdist_call call_of(const Call& from) {
+  mlxdist_call call{};
+  call.timeout = from.timeout;
+  call.call_site = from.call_site;
+  call.label = from.label;
+  return call;
 }
 
 /* One enqueued operation, from enqueue until its task is gone, whether it ran or not. */
 class Connection::Ticket {
  public:
-  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream, Peers peers)
-      : connection_(std::move(connection)), task_(stream, connection_->id_, peers.to, peers.from) {
+  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream, const Call& call, Peers peers)
+      : connection_(std::move(connection)),
+        task_(stream, connection_->id_, peers.to, peers.from),
+        name_(peers.operation),
+        call_(call_of(call)) {
     std::lock_guard lock(connection_->pending_mutex_);
     connection_->pending_++;
   }
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
   ~Ticket() {  // NOLINT(bugprone-exception-escape): a lock that fails ends the process
-    if (arrived_) connection_->go_back(*arrived_); /* MLX has thrown the error of an earlier task instead */
+    leave_void("MLX has dropped it");
     std::lock_guard lock(connection_->pending_mutex_);
     if (--connection_->pending_ == 0) connection_->drained_.notify_all();
   }
 
-  void meet(Call call, Peers peers) {
-    arrived_ = peers;
-    connection_->meet(call, peers);
+  void take_place(Peers peers) {
+    connection_->take_place(call_, peers);
+    task_.take_place(call_);
   }
-  void run(Call call, const Operation& operation) {
+
+  /* It has taken its place, if it has, and will not run: peers must not wait for it. */
+  void leave_void(const std::string& why) {
+    if (call_.enqueued && !has_run_) connection_->leave_void(name_, why);
+    has_run_ = true;
+  }
+
+  void run(const Operation& operation) {
     task_.begin();
-    arrived_.reset();
+    has_run_ = true;
     try {
-      connection_->run(call, operation);
+      connection_->run(call_, operation);
     } catch (const Error& error) {
       note_failure(error);
       connection_->report(error);
@@ -108,7 +125,9 @@ class Connection::Ticket {
  private:
   std::shared_ptr<Connection> connection_;
   StreamTask task_;
-  std::optional<Peers> arrived_; /* of an operation that has not been called */
+  const char* name_;
+  mlxdist_call call_;
+  bool has_run_ = false;
 };
 
 struct Connection::World {
@@ -147,14 +166,19 @@ Connection::~Connection() {
   if (!is_world_) close();
 }
 
-std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>& connection, int color, int key) {
-  mlxdist_set_call_site(current_call_site().exact);
+std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>& connection, int color, int key,
+                                              uint64_t label) {
+  auto call = call_of({-1, current_call_site().exact, 0, label});
   GilRelease gil;
   mlxdist_group* part = nullptr;
   if (connection->size_ > 1) {
     auto lock = connection->keep_open();
-    int status = mlxdist_group_split(connection->usable(), color, key < 0 ? connection->rank_ : key, &part);
-    if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
+    int status = mlxdist_group_split(connection->usable(), color, key < 0 ? connection->rank_ : key, &call, &part);
+    if (status != MLXDIST_OK) {
+      Error error(status, mlxdist_last_error());
+      if (mlxdist_group_error(connection->group_) != MLXDIST_OK) connection->world_->error_reported = true;
+      throw error;
+    }
   }
   if (color < 0) return nullptr;
   std::shared_ptr<Connection> result(new Connection(part, false, connection->world_));
@@ -167,14 +191,17 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
 void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Call call, Peers peers,
                          Operation operation) {
   connection->check();
-  /* Of an earlier task. Else dispatch() throws it, after this rank has met peers that then count on it; one that comes
-   * from now on is thrown there, and go_back() tells them. */
+  /* Of an earlier task: before this one takes its place, if it can be. */
   if (std::this_thread::get_id() == main_thread) mx::scheduler::check_error(stream);
   auto& encoder = mx::cpu::get_command_encoder(stream);
-  auto ticket = std::make_shared<Ticket>(std::move(connection), stream, peers); /* std::function copies it */
-  ticket->meet(call, peers);
-  encoder.dispatch(
-      [ticket = std::move(ticket), call, operation = std::move(operation)] { ticket->run(call, operation); });
+  auto ticket = std::make_shared<Ticket>(std::move(connection), stream, call, peers); /* std::function copies it */
+  ticket->take_place(peers);
+  try {
+    encoder.dispatch([ticket, operation = std::move(operation)] { ticket->run(operation); });
+  } catch (const std::exception& error) {
+    ticket->leave_void(error.what());
+    throw;
+  }
 }
 
 /* What this thread has encoded so far for its default stream of the GPU: a peer may need the result of it for an
@@ -203,10 +230,10 @@ constexpr double short_wait = 0.001;
 
 /* On the evaluating thread. What goes wrong here is the error of the operation, and raised where that is: MLX leaves
  * other arrays of the graph in disorder when an exception comes out of the middle of it. */
-void Connection::meet(Call call, Peers peers) {
+void Connection::take_place(mlxdist_call& call, Peers peers) {
   auto lock = keep_open();
   auto* group = usable();
-  if (!mlxdist_arrive(group, peers.to, peers.from)) return;
+  if (!mlxdist_enqueue(group, &call, peers.to, peers.from)) return;
   if (mlxdist_meet(group, peers.operation, short_wait)) return;
   submit_gpu_work();
   /* A deadline of its own is that of the operation, which begins afterwards: the meeting does not outlast it. */
@@ -215,10 +242,14 @@ void Connection::meet(Call call, Peers peers) {
   mlxdist_meet(group, peers.operation, limit > 0 ? limit : -1);
 }
 
-void Connection::go_back(Peers peers) {
+/* Peers come to an operation that has its place here, and would wait for it: the group fails. */
+void Connection::leave_void(const char* operation, const std::string& why) {
   if (is_forked()) return;
   auto lock = keep_open();
-  if (group_ != nullptr) mlxdist_go_back(group_, peers.to, peers.from);
+  if (group_ == nullptr || mlxdist_group_error(group_) != MLXDIST_OK) return;
+  std::string text = std::string(operation) + " of rank " + std::to_string(rank_) +
+                     " has its place in the order of its group, but does not run: " + why;
+  mlxdist_group_abort(group_, MLXDIST_ABORTED, text.c_str());
 }
 
 void Connection::check() {
@@ -253,17 +284,11 @@ mlxdist_group* Connection::usable() const {
   return group_;
 }
 
-void Connection::run(Call call, const Operation& operation) {
+void Connection::run(mlxdist_call& call, const Operation& operation) {
   auto lock = keep_open();
-  auto* group = usable();
-  mlxdist_set_call_site(call.call_site);
-  if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
-  mlxdist_set_arrived(1);
-  int status = operation(group);
-  mlxdist_set_arrived(0);
-  if (call.timeout >= 0) mlxdist_set_timeout(-1);
+  int status = operation(usable(), &call);
   if (status == MLXDIST_OK) return;
-  throw Error(status, mlxdist_last_error());
+  throw Error(status, mlxdist_last_error()); /* what the engine refuses here, it refuses on all ranks */
 }
 
 void Connection::report(const Error& error) {

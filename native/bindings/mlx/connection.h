@@ -27,22 +27,36 @@ mlxdist_layout layout_of(const mlx::core::array& x);
 /* That of one row: x without its first dimension. */
 mlxdist_layout row_layout_of(const mlx::core::array& x);
 
-/* Where the engine reads or writes `x`. Throws if that is not a multiple of the element's size. */
-char* data_of(const mlx::core::array& x);
+/* Where the engine reads or writes an array. It is an address in the thread of the stream, and not earlier: the address
+ * of a buffer that only a GPU has is that of a copy for the CPU, which MLX makes at that moment. The evaluating thread
+ * would copy what the GPU has not computed yet; the stream has waited for that. */
+class Memory {
+ public:
+  Memory(mlx::core::allocator::Buffer buffer, int64_t offset) : buffer_(buffer), offset_(offset) {}
+  operator void*() const { return static_cast<char*>(mlx::core::allocator::Buffer(buffer_).raw_ptr()) + offset_; }
+
+ private:
+  mlx::core::allocator::Buffer buffer_;
+  int64_t offset_; /* bytes */
+};
+
+/* Throws if the array does not begin at a multiple of the element's size. */
+Memory data_of(const mlx::core::array& x);
 
 /* An operation as its peers are to know of it before it is called: its name, and the members that it sends to and
- * receives from (mlxdist_arrive). */
+ * receives from (mlxdist_enqueue). */
 struct Peers {
   const char* operation;
   int to = MLXDIST_ALL;
   int from = MLXDIST_ALL;
 };
 
-/* What an operation brings along. */
+/* What an operation is built with. */
 struct Call {
   double timeout;        /* its deadline in seconds, negative for the group's */
   const char* call_site; /* a text that is never freed */
-  int64_t label = 0;     /* of an all_reduce: see labeled() */
+  int64_t structure = 0; /* of an all_reduce: see with_structure() */
+  uint64_t label = 0;    /* mlxdist_label */
 };
 
 /* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and
@@ -62,12 +76,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   /* The ranks of `connection` that pass the same color, in the order of their keys; null for a negative color. A
    * negative key stands for the rank. Waits for all ranks. Throws what check() throws. */
-  static std::shared_ptr<Connection> split(const std::shared_ptr<Connection>& connection, int color, int key);
+  static std::shared_ptr<Connection> split(const std::shared_ptr<Connection>& connection, int color, int key,
+                                           uint64_t label = 0);
 
-  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`. The caller waits only where it has to
-   * meet the peers first (mlxdist_arrive); if they do not come the operation fails, and not this. Throws what check()
-   * throws. */
-  using Operation = std::function<int(mlxdist_group*)>;
+  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`, with the place that it has in the
+   * order of the group from now on. The caller waits only where it has to meet the peers first (mlxdist_enqueue); if
+   * they do not come the operation fails, and not this. Throws what check() throws. */
+  using Operation = std::function<int(mlxdist_group*, mlxdist_call*)>;
   static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, Call call, Peers peers,
                       Operation operation);
 
@@ -106,9 +121,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool is_forked() const;
   std::shared_lock<std::shared_mutex> keep_open(); /* throws in a forked child */
   mlxdist_group* usable() const;                   /* the lock is held */
-  void meet(Call call, Peers peers);
-  void go_back(Peers peers);
-  void run(Call call, const Operation& operation);
+  void take_place(mlxdist_call& call, Peers peers);
+  void leave_void(const char* operation, const std::string& why);
+  void run(mlxdist_call& call, const Operation& operation);
   void report(const Error& error);
   bool is_idle_until(std::chrono::steady_clock::time_point deadline);
   std::vector<std::shared_ptr<Connection>> groups_to_end();

@@ -26,7 +26,7 @@ std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int 
                   "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
-Call Group::call() const { return {timeout_, noted_call_site().near, label_}; }
+Call Group::call() const { return {timeout_, noted_call_site().near, structure_, label_}; }
 
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
   enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_SUM);
@@ -51,15 +51,15 @@ void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) 
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {
   Connection::enqueue(connection_, stream, call(), {"send", dst, MLXDIST_NONE},
-                      [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
-                        return mlxdist_send(group, in, &layout, dst, nullptr);
+                      [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group, mlxdist_call* call) {
+                        return mlxdist_send(group, in, &layout, dst, call);
                       });
 }
 
 void Group::recv(mx::array& out, int src, mx::Stream stream) {
   Connection::enqueue(connection_, stream, call(), {"recv", MLXDIST_NONE, src},
-                      [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
-                        return mlxdist_recv(group, out, &layout, src, nullptr);
+                      [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group, mlxdist_call* call) {
+                        return mlxdist_recv(group, out, &layout, src, call);
                       });
 }
 

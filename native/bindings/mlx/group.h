@@ -8,9 +8,9 @@ namespace mlxdist {
 
 class Group : public mlx::core::distributed::detail::GroupImpl {
  public:
-  /* `timeout`: the deadline of the operations in seconds, negative for the group's. `label`: see Call. */
-  explicit Group(std::shared_ptr<Connection> connection, double timeout, int64_t label = 0)
-      : connection_(std::move(connection)), timeout_(timeout), label_(label) {}
+  /* `timeout`: the deadline of the operations in seconds, negative for the group's. The others: see Call. */
+  explicit Group(std::shared_ptr<Connection> connection, double timeout, int64_t structure = 0, uint64_t label = 0)
+      : connection_(std::move(connection)), timeout_(timeout), structure_(structure), label_(label) {}
 
   mlx::core::Stream communication_stream(mlx::core::StreamOrDevice s) override;
   int rank() override { return connection_->rank(); }
@@ -30,7 +30,8 @@ class Group : public mlx::core::distributed::detail::GroupImpl {
 
   const std::shared_ptr<Connection> connection_;
   const double timeout_;
-  const int64_t label_;
+  const int64_t structure_;
+  const uint64_t label_;
 };
 
 }  // namespace mlxdist

@@ -12,12 +12,14 @@ void Primitive::eval_gpu(const Arrays&, Arrays&) {
               std::string(name()) + ": communication runs on the CPU: pass no stream, or a stream of mx.cpu");
 }
 
-mx::array Primitive::apply(std::shared_ptr<Primitive> primitive, const mx::array& x, std::optional<mx::Shape> shape) {
+mx::array Primitive::apply(std::shared_ptr<Primitive> primitive, const mx::array& x, std::optional<mx::Shape> shape,
+                           const Arrays& more) {
   auto result = primitive->result_shape(x.shape());
   if (shape && *shape != result) primitive->shape_ = result = *shape;
   auto dtype = primitive->result_dtype(x.dtype());
-  auto contiguous = mx::contiguous(x, false, primitive->stream());
-  return mx::array(std::move(result), dtype, std::move(primitive), {std::move(contiguous)});
+  Arrays inputs{mx::contiguous(x, false, primitive->stream())};
+  for (const auto& one : more) inputs.push_back(mx::contiguous(one, false, primitive->stream()));
+  return mx::array(std::move(result), dtype, std::move(primitive), std::move(inputs));
 }
 
 /* The mapped axis becomes the second one on every rank, whatever it was: the first is what operations cut and join.
@@ -49,6 +51,7 @@ std::shared_ptr<Primitive> Primitive::require_adjoint() {
   if (!result) {
     throw Error(MLXDIST_INVALID_ARGUMENT, std::string(name()) + " has no gradient: only the sum has one");
   }
+  result->call_.label = mlxdist_label_of_adjoint(call_.label);
   return result;
 }
 
@@ -62,23 +65,23 @@ mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
   return mx::to_stream(s, mx::Device::cpu);
 }
 
-OpContext op_context(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout) {
+OpContext op_context(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout, uint64_t label) {
   auto stream = communication_stream(*connection, s);
-  return {stream, std::move(connection), {timeout, current_call_site().exact}};
+  return {stream, std::move(connection), {timeout, current_call_site().exact, 0, label}};
 }
 
-mlxdist_layout labeled(mlxdist_layout layout, int64_t label) {
+mlxdist_layout with_structure(mlxdist_layout layout, int64_t structure) {
   constexpr int last = static_cast<int>(std::size(layout.shape)) - 1;
-  if (layout.ndim <= last) layout.shape[last] = label;
+  if (layout.ndim <= last) layout.shape[last] = structure;
   return layout;
 }
 
 void enqueue_all_reduce(const OpContext& context, const mx::array& in, mx::array& out, mlxdist_op op) {
   constexpr const char* names[] = {"all_sum", "all_max", "all_min", "all_reduce (prod)"};
-  auto layout = labeled(layout_of(in), context.call.label);
+  auto layout = with_structure(layout_of(in), context.call.structure);
   Connection::enqueue(context.connection, context.stream, context.call, {names[op]},
-                      [in = data_of(in), out = data_of(out), layout, op](mlxdist_group* group) {
-                        return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
+                      [in = data_of(in), out = data_of(out), layout, op](mlxdist_group* group, mlxdist_call* call) {
+                        return mlxdist_all_reduce(group, in, out, &layout, op, call);
                       });
 }
 

@@ -27,6 +27,11 @@ StreamTask::~StreamTask() {
   if (queue.empty()) tasks.erase(stream_);
 }
 
+void StreamTask::take_place(const mlxdist_call& call) {
+  std::lock_guard lock(tasks_mutex);
+  call_ = call;
+}
+
 void StreamTask::begin() {
   pthread_t self = pthread_self(); /* a number or a pointer */
   std::lock_guard lock(tasks_mutex);
@@ -38,8 +43,12 @@ std::vector<QueuedTask> queued_tasks() {
   std::vector<QueuedTask> queued;
   for (const auto& [stream, queue] : tasks) {
     uint64_t thread = queue.front()->thread_;
-    for (const auto* task : queue)
-      if (thread != 0 && task->thread_ == 0) queued.push_back({task->group_, task->to_, task->from_, thread});
+    for (const auto* task : queue) {
+      const auto& call = task->call_;
+      if (task->thread_ == 0 && call.enqueued)
+        queued.push_back({task->group_, task->to_, task->from_, mlxdist_place_on_wire(call.place),
+                          mlxdist_place_on_wire(call.send), mlxdist_place_on_wire(call.receive), thread});
+    }
   }
   return queued;
 }

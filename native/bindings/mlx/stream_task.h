@@ -6,14 +6,17 @@
 #include <vector>
 
 #include "mlx/stream.h"
+#include "mlxdist.h"
 
 namespace mlxdist {
 
-/* A task that its stream comes to after the one that `thread` carries out: an operation of the group with this id, and
- * its members as in mlxdist_arrive. */
+/* A task that its stream has not come to: an operation of the group with this id, its members as in mlxdist_enqueue and
+ * its places as they travel. `thread` carries out the one that the stream is in: its ident in Python, 0 where that has
+ * not begun. */
 struct QueuedTask {
   int group, to, from;
-  uint64_t thread; /* its ident in Python */
+  uint32_t place, send, receive;
+  uint64_t thread;
 };
 std::vector<QueuedTask> queued_tasks();
 
@@ -25,6 +28,9 @@ class StreamTask {
   StreamTask(const StreamTask&) = delete;
   StreamTask& operator=(const StreamTask&) = delete;
 
+  /* It has its place in the order of its group from now on. */
+  void take_place(const mlxdist_call& call);
+
   /* In the thread that carries it out. */
   void begin();
 
@@ -32,6 +38,7 @@ class StreamTask {
   friend std::vector<QueuedTask> queued_tasks();
 
   const int stream_, group_, to_, from_;
+  mlxdist_call call_{};
   uint64_t thread_ = 0; /* that carries it out; 0: none yet */
 };
 

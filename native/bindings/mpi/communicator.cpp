@@ -126,7 +126,6 @@ class Operation {
 void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
   try {
     Operation running(comm);
-    mlxdist_set_call_site(""); /* it is not known here */
     int status = operation(running.group());
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {

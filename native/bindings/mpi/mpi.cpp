@@ -63,7 +63,7 @@ int MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm* result) {
   {
     /* MLX keeps Python to itself meanwhile, and the thread that notices dead ranks needs it. */
     python::GilRelease gil;
-    run(comm, [&](mlxdist_group* group) { return mlxdist_group_split(group, color, key, &part); });
+    run(comm, [&](mlxdist_group* group) { return mlxdist_group_split(group, color, key, nullptr, &part); });
   }
   if (part == nullptr) {
     throw Error(MLXDIST_INVALID_ARGUMENT, "split: color " + std::to_string(color) +

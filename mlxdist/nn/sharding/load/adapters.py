@@ -14,6 +14,7 @@ from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.base.validation import reject_constant
 from mlxdist.nn.pipeline.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
@@ -35,7 +36,7 @@ MAX_RANK = 65536  # of an adapter
 
 def read_adapters(path: str | Path | None, group: Group, stream: bool) -> Adapters:
     """The settings and the matrices in a directory of adapters, which every rank reads in full: they are small. Raises
-    InvalidArgument on every rank where files are missing, damaged or not the same on all."""
+    InvalidArgument on every rank where files are missing or damaged, Mismatch where they are not the same on all."""
     files = [b"", b""]
     with agreed("load_sharded", group):
         if group.rank() == 0 or not stream:
@@ -135,7 +136,7 @@ def _read(path: str | Path | None) -> list[bytes]:
 
 def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
     try:
-        parsed = json.loads(config)
+        parsed = json.loads(config, parse_constant=reject_constant)
         kind = parsed.get("fine_tune_type", "lora")
         arrays: Any = mx.load(io.BytesIO(weights), format="safetensors")  # a dict
     except (ValueError, AttributeError, RuntimeError, RecursionError) as error:

@@ -27,6 +27,7 @@ from mlxdist.nn.mappings import copy_to_tensor_parallel_region, with_gradients, 
 from mlxdist.nn.partition import copy_to_holders
 from mlxdist.nn.tensor_parallel.lora import LoRALinear, ShardedLinear
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
 from mlxdist.runtime.packing import pack, unpack
@@ -129,6 +130,7 @@ class ParallelRegion:
 
     def __init__(self, group: Group, rank: int, enters: bool) -> None:
         self.group, self.rank, self.enters = group, rank, enters
+        self.path = "the model"
         self.members: list[_Member] = []  # the modules that have parameters
         self.scaled: list[_Member] = []  # those with what a rank multiplies by something
         self._lock = Lock()
@@ -136,6 +138,7 @@ class ParallelRegion:
 
     def put(self, block: nn.Module, path: str, shards: Sequence[Shard]) -> None:
         """Around ``block``, sharded already, at ``path``; ``shards``: what sees the activations of one rank only."""
+        self.path = path or self.path
         modules = dict(block.named_modules())
         parts: dict[str, dict[str, Shard]] = {}
         for shard in shards:
@@ -325,11 +328,12 @@ def _in_region(kind: Any) -> type[nn.Module]:
         region = self._region
         if not region.scaled and not bridge.traces():  # decoding: what is done here costs time for each token
             return kind.__call__(self, *arguments, **keywords)
-        if region.enters and arguments:
-            arguments = (copy_to_tensor_parallel_region(arguments[0], group=region.group), *arguments[1:])
-        elif region.enters:
-            keywords[first] = copy_to_tensor_parallel_region(keywords[first], group=region.group)
-        return region.call(self, kind.__call__, arguments, keywords)
+        with label_scope(region.path):
+            if region.enters and arguments:
+                arguments = (copy_to_tensor_parallel_region(arguments[0], group=region.group), *arguments[1:])
+            elif region.enters:
+                keywords[first] = copy_to_tensor_parallel_region(keywords[first], group=region.group)
+            return region.call(self, kind.__call__, arguments, keywords)
 
     return type(f"Sharded{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
 

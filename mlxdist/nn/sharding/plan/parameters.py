@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlxdist.nn.partition import slice_along
 from mlxdist.runtime.group import Group
 
-from ..cut import Cut, Range
+from ..cut import Cut, Range, overlapping
 
 __all__ = ["KINDS", "Shard", "dtype_name", "overlap", "parameters", "runs_of"]
 
@@ -91,6 +91,8 @@ class Shard:
 
         ``local``: the shape of what this rank of ``group``, a row of the grid, holds of it.
         """
+        if not self.ranges:
+            return Cut.full(local)
         length = local[axis] * self.shape[self.axis] // self.sizes[group.rank()]
         ranges = [[(here.start, here.stop) for here in self.slices(rank, length)] for rank in range(group.size())]
         return Cut.full((*local[:axis], length, *local[axis + 1 :])).along(axis, ranges, group)
@@ -102,8 +104,7 @@ class Shard:
 
 def overlap(shard: Shard, ranks: int) -> bool:
     """Whether some of the first ``ranks``, a row of the grid, hold the same piece."""
-    pieces = sorted(piece for held in shard.ranges[:ranks] for piece in held)
-    return any(before[1] > after[0] for before, after in pairwise(pieces))
+    return overlapping(piece for held in shard.ranges[:ranks] for piece in held)
 
 
 def runs_of(numbers: Iterable[int]) -> list[Range]:

@@ -45,7 +45,7 @@ _PLAN: Mapping[str, validation.Check] = {
 def read_plan(text: str) -> dict[str, Any]:
     """The fields of a plan, ``shards`` as a list of `Shard`. Raises ValueError, which says what is wrong."""
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=validation.reject_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     fields = _exactly(_PLAN, document)

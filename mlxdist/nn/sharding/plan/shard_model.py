@@ -16,9 +16,10 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.equal_inputs import compare_inputs
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from mlxdist.nn.rank_checks import agree
+from mlxdist.nn.rank_checks import agree, described
 from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED, with_result
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
@@ -49,8 +50,10 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
         group: of ``plan.ranks`` ranks; ``None`` is the group of ``mlxdist.init()``. With ``plan.ep`` > 1 the ranks are
             a grid, rank = ep_index * tp + tp_index.
 
-    Raises InvalidArgument, with the same text on all ranks and before anything is changed: the plan is for another
-    model or number of ranks, the ranks have different plans, the model is sharded already.
+    Raises, with the same text on all ranks and before anything is changed, InvalidArgument: the plan is for another
+    model or number of ranks, the model is sharded already. Mismatch: the ranks have different plans or models. A
+    call of the model raises Mismatch on all ranks where one calls it with other arrays, such as tokens that it has
+    sampled with another seed.
     """
     group = group_of(group)
     problem, blocks = None, []
@@ -58,7 +61,8 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
         blocks = _check(model, plan, group)
     except InvalidArgument as error:
         problem = f"shard_model: {error}"
-    agree("shard_model", group, problem, {"plan": crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0})
+    text = plan.to_json() if isinstance(plan, Plan) else ""
+    agree("shard_model", group, problem, {"plan": crc32(text.encode())} | described(model))
     if plan.ranks == 1:
         return model
     tp_group = group if plan.ep == 1 else group_of(group.split(color=group.rank() // plan.tp))
@@ -71,7 +75,7 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
             _shard_block(block, modules, plan, group, tp_group)
     if reason:
         refuse_training(model, reason)
-    return model
+    return compare_inputs(model, group)
 
 
 def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
@@ -129,7 +133,9 @@ def _shard_by_own_method(model: nn.Module, plan: Plan, group: Group) -> None:
     unscaled = {path: mx.array(held[path]) for path, shard in plan.shards.items() if shard.scale != 1}
     model.shard(group.mlx)
     modules = dict(model.named_modules())
-    for path, array in unscaled.items():  # a rank multiplies it where it uses it
+    # MLX's slices leave out one of all or of nothing: of lazy parameters the graphs of ranks would differ.
+    cut = {path: shard.take(held[path], group.rank()) for path, shard in plan.shards.items() if shard.ranges}
+    for path, array in (cut | unscaled).items():  # a rank multiplies what is unscaled where it uses it
         where, _, name = path.rpartition(".")
         modules[where][name] = array
     for path, block, enters in list(_sharded_blocks(modules)):

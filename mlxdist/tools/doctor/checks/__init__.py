@@ -14,7 +14,16 @@ from .job import check_bandwidth, check_correctness, check_latency, check_provid
 from .network import check_interfaces, check_local_network, check_ports
 from .rdma import check_gids, check_rdma
 from .reachable import check_python, check_reachable, check_versions
-from .system import check_allocation, check_clocks, check_cores, check_disk, check_leaks, check_memory, check_sleep
+from .system import (
+    check_allocation,
+    check_clocks,
+    check_cores,
+    check_disk,
+    check_gpus,
+    check_leaks,
+    check_memory,
+    check_sleep,
+)
 from .variables import check_fast_synch, check_gpu_sync, check_variables
 
 __all__ = ["CHECKS", "Check", "run_checks"]
@@ -48,6 +57,7 @@ CHECKS = (
     Check("allocation", check_allocation, "allocate"),
     Check("disk", check_disk),
     Check("cores", check_cores),
+    Check("gpus", check_gpus),
     Check("sleep", check_sleep),
     Check("leaks", check_leaks),
     Check("rdma", check_rdma, "rdma"),

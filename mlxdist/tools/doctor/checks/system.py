@@ -16,6 +16,7 @@ __all__ = [
     "check_clocks",
     "check_cores",
     "check_disk",
+    "check_gpus",
     "check_leaks",
     "check_memory",
     "check_sleep",
@@ -89,7 +90,12 @@ def check_allocation(cluster: Cluster) -> Iterator[Finding]:
 @each_host("allocate")
 def _allocated(host: Host, allocated: dict[str, Any]) -> Iterator[Finding]:
     size = gib(allocated["bytes"])
-    if allocated["error"]:
+    if allocated["late"]:
+        what = (
+            f"{size} of memory were not written to within {allocated['seconds']:.0f} s: the host is busy, or it swaps"
+        )
+        yield warn(host.name, what, "end what uses it, then check again; shown by: ps -axo pcpu,rss,pid,comm | sort -n")
+    elif allocated["error"]:
         what = f"{size} of memory could not be had: {allocated['error']}"
         yield fail(host.name, what, "raise the limit (ulimit -v unlimited; --memory of a container), or free some")
     else:
@@ -126,6 +132,19 @@ def check_cores(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
         yield warn(host.name, f"{load:.1f} processes want its {cores} cores already", remedy)
     else:
         yield ok(host.name, ranks)
+
+
+@each_host("facts")
+def check_gpus(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
+    """NVIDIA's: a Mac has its own."""
+    gpus = facts["gpus"]
+    if not gpus:
+        yield skip(host.name, "no NVIDIA GPU")
+    elif host.slots > len(gpus):
+        what = f"{host.slots} ranks share {', '.join(gpus)}: the GPU runs one process at a time, and each takes memory"
+        yield note(host.name, what, f"set {len(gpus)} there: slots, or -n")
+    else:
+        yield ok(host.name, ", ".join(gpus))
 
 
 @each_host("facts")

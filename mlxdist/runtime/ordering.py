@@ -1,8 +1,9 @@
-"""The collectives of one call in one order on all ranks, forward and backward.
+"""Operations in one order on all ranks, whatever their graphs are.
 
 MLX evaluates what does not depend on each other in an order that depends on the whole graph, and leaves out what no
-result needs. Graphs of ranks with other tokens differ: there, weights that no token came to have a gradient that
-depends on nothing. So neither the order of collectives nor which of them run may be left to what the data flow implies.
+result needs. The graphs of ranks may differ: by the shapes of their batches, or where no token comes to some weights,
+whose gradient then depends on nothing. There, neither the order of operations nor which of them run may be left to what
+the data flow implies. Where graphs are alike no :class:`Order` is needed: it lets nothing overlap that it orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,25 +11,49 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxdist.runtime.native import bridge
+from .native import bridge
 
-__all__ = ["Stages", "chained", "is_traced"]
+__all__ = ["Order", "chained", "is_traced"]
 
 Arrays = list[mx.array]
 
 
-class Stages:
-    """Steps of one call that communicate. Each waits for the one before, backward for the one behind it.
+class Order:
+    """Operations of which each waits for those before it: of one call of a model, or of one kind of messages.
 
-    Where a gradient may be asked for, a scalar goes from step to step, and its cotangent comes back: what lies between
-    two steps may drop a dependency, as MLX's operations may on arrays without elements. Backward, a step also waits for
-    its own forward part, and the gradients that leave the first step wait for all steps. So whichever of them is
-    evaluated, the same collectives run, and the forward ones before.
+    A scalar, the token, passes through each of them. It keeps no result in memory, and what lies between two operations
+    cannot drop the dependency, as MLX's operations may on arrays without elements.
+
+    Args:
+        stream: of the CPU, where the operations run. There the waiting is done, too: on the stream of what an operation
+            takes, a Mac's GPU would wait for each message. ``None``: on that of what it takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = stream
         self._token: mx.array | None = None
-        self._before: Arrays = []  # what the next step waits for
+        self._before: Arrays = []  # what the next operation waits for
+
+    @property
+    def before(self) -> Sequence[mx.array]:
+        """What depends on it is computed after all operations so far."""
+        return self._before
+
+    def carry_out(self, operation: Callable[[mx.array], mx.array], x: mx.array, *after: mx.array) -> mx.array:
+        """``operation(x)``, once the operations before it and ``after`` are computed.
+
+        Its gradient is the operation's own, in no order. In a backward function of ``mx.custom_function``, MLX calls
+        these in the same order on all ranks, and that is the order of their operations.
+        """
+        if self._stream is not None:
+            x = mx.contiguous(x, stream=self._stream)  # copies nothing: depends() works on the stream of its argument
+        if before := [*self._before, *after]:
+            (x,) = mx.depends([x], before)
+        # Both come from one operation, on the stream of the result: what evaluates that evaluates the token, which then
+        # keeps nothing in memory.
+        result, token = mx.depends([operation(x), mx.array(0.0)], self._before)
+        self._before = [token]
+        return result
 
     def run(
         self,
@@ -39,7 +64,11 @@ class Stages:
     ) -> Arrays:
         """The results of ``forward(moved)``, with ``backward`` for their gradient, and behind them ``passed``.
 
-        Both functions have as many results as arguments, and collectives in a fixed order (:func:`chained`); ``None``
+        Where a gradient may be asked for, the cotangent of the token comes back: backward, each run waits for the one
+        behind it and for its own forward part, and the gradients that leave the first run wait for all. So whichever
+        of them is evaluated, the same operations run, and the forward ones before.
+
+        Both functions have as many results as arguments, and operations in a fixed order (:func:`chained`); ``None``
         leaves what is moved as it is. ``passed`` comes out as it is, and its gradient waits too; one that nothing needs
         is not computed.
         """
@@ -71,7 +100,7 @@ class Stages:
     def _forward(
         self, forward: Callable[[Arrays], Arrays] | None, arrays: Arrays, passed: Sequence[mx.array]
     ) -> Arrays:
-        """``forward`` behind the step before, and behind what is passed: that may come from another call's steps."""
+        """``forward`` behind the run before, and behind what is passed: that may come from another call's runs."""
         if forward is None or not arrays:
             return arrays
         before = [*self._before, *passed]

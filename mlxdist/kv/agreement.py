@@ -1,0 +1,93 @@
+"""What senders and receivers agree on before an array is sent: what one of them rejects is the same error on all."""
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..base import errors
+from ..base.errors import InvalidArgument, Mismatch, located
+from ..runtime.group import Group
+from .messages import INVALID, hear, tell
+
+__all__ = ["answer", "attempt", "no_cache", "propose"]
+
+T = TypeVar("T")
+
+
+def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: Group) -> list[Any]:
+    """Sends ``said``, a value of JSON, or why there is none, to receivers, which call :func:`answer`.
+
+    Returns:
+        What each of them answers.
+
+    Raises:
+        InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one.
+    """
+    for peer in peers:
+        tell({"problem": _problem(refusal, group), "said": said}, peer, group)
+    problems, answers = _hear_all(peers, group)
+    problem = next(filter(None, problems), None)
+    for peer in peers:
+        tell(problem, peer, group)
+    _raise(problem, refusal)
+    return answers
+
+
+def answer(
+    decide: Callable[[list[Any]], list[Any]], refusal: Exception | None, peers: Sequence[int], group: Group
+) -> list[Any]:
+    """What ``decide`` makes of what the senders say: a value of JSON for each, which they get.
+
+    Raises:
+        InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one, or ``decide`` raises one. Another
+            exception of it, by what is no message of :func:`propose`, is a Mismatch.
+    """
+    problems, said = _hear_all(peers, group)
+    problem, answers = next(filter(None, [_problem(refusal, group), *problems]), None), [None] * len(peers)
+    if problem is None:
+        try:
+            answers = decide(said)
+        except INVALID as error:
+            refusal = error if isinstance(error, InvalidArgument) else no_cache(f"ranks {list(peers)}", error)
+        except Mismatch as error:
+            refusal = error
+        problem = _problem(refusal, group)
+    for peer, one in zip(peers, answers, strict=True):
+        tell({"problem": problem, "said": one}, peer, group)
+    _raise(next(filter(None, [hear(peer, group) for peer in peers]), None), refusal)
+    return answers
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What ``make`` returns, or the exception that it raises: the other ranks wait to hear of it."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def no_cache(ranks: str, error: Exception) -> Mismatch:
+    """The error for messages that are none, or are of an mlx-lm with other caches."""
+    return Mismatch(f"kv: what {ranks} sends is no prompt cache of this mlx-lm: {error!r}")
+
+
+def _hear_all(peers: Sequence[int], group: Group) -> tuple[list[Any], list[Any]]:
+    heard = [(peer, hear(peer, group)) for peer in peers]
+    for peer, one in heard:
+        if not isinstance(one, dict) or one.keys() != {"problem", "said"}:
+            raise no_cache(f"rank {peer}", ValueError(f"{one!r:.100}"))
+    return [one["problem"] for _, one in heard], [one["said"] for _, one in heard]
+
+
+def _problem(refusal: Exception | None, group: Group) -> list[str] | None:
+    """The class and the text of an error, for JSON."""
+    if refusal is None:
+        return None
+    kind = "Mismatch" if isinstance(refusal, Mismatch) else "InvalidArgument"
+    return [kind, located(str(refusal) or type(refusal).__name__, group.rank(), socket.gethostname())]
+
+
+def _raise(problem: Any, refusal: Exception | None) -> None:
+    if problem is not None:
+        kind, text = problem
+        raise (errors.Mismatch if kind == "Mismatch" else errors.InvalidArgument)(text) from refusal

@@ -1,0 +1,56 @@
+"""Labels of operations: which module of the model calls them, so that ranks that disagree on that get a Mismatch.
+
+Two operations of the same dtype and shape would otherwise be taken for each other where ranks call them in another
+order, as the graphs of backward passes may. A label is the path of the module, the number of the call in it, and
+whether it is of the backward pass. Operations outside of a scope have none, and match all: see native/engine/label.h.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .native import lib
+
+__all__ = ["label_of", "label_scope", "next_label", "next_text"]
+
+
+class _Scopes(threading.local):
+    path: str | None = None
+    calls = 0
+
+
+_scopes = _Scopes()
+
+
+@contextmanager
+def label_scope(path: str | None) -> Iterator[None]:
+    """While it lasts, the operations that this thread builds are those of ``path``, numbered from 1. ``None``: of no
+    module."""
+    outer = _scopes.path, _scopes.calls
+    _scopes.path, _scopes.calls = path, 0
+    try:
+        yield
+    finally:
+        _scopes.path, _scopes.calls = outer
+
+
+def next_text() -> str | None:
+    """The next operation of this scope in words: "model.layers.3.self_attn #2"; ``None`` outside of one."""
+    if _scopes.path is None:
+        return None
+    _scopes.calls += 1
+    return f"{_scopes.path} #{_scopes.calls}"
+
+
+def next_label() -> int:
+    """The label of the operation that is built next; 0 outside of a scope."""
+    text = next_text()
+    return 0 if text is None else label_of(text)
+
+
+@functools.lru_cache(maxsize=16384)
+def label_of(text: str) -> int:
+    """The label of a text."""
+    label: int = lib.mlxdist_label(text.encode())
+    return label

@@ -1,0 +1,65 @@
+"""Rank 0: the tokens of an answer with their text, as a client gets them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
+
+from .stop_words import AnswerText, Sections
+
+__all__ = ["Answer", "Token"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One that was sampled for a request.
+
+    Attributes:
+        finish_reason: of the last token of an answer.
+        top: for the API's top_logprobs, the token itself first.
+        text: which this token completes; for the machine ``of_handler`` of :class:`Sections`.
+    """
+
+    token: int
+    logprob: float
+    finish_reason: str | None
+    top: tuple[dict[str, Any], ...] = ()
+    text: str = ""
+
+
+class Answer:
+    """The tokens of an answer, up to the one in which its first stop word begins.
+
+    Args:
+        detokenizer: of this answer alone.
+        sections: of the tokenizer.
+        initial: the section with which the answer begins.
+        words: the stop words.
+    """
+
+    def __init__(
+        self, detokenizer: StreamingDetokenizer, sections: Sections, initial: str, words: Sequence[str]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._text = AnswerText(sections, initial, words)
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens before the one in which a stop word begins; None as long as there is no stop word."""
+        return self._text.length
+
+    def add(self, token: Token) -> list[Token]:
+        """The tokens whose text is decided now, in order. After a stop word the last one ends the answer."""
+        if token.finish_reason != "stop":  # the token that ends an answer is no text
+            self._detokenizer.add_token(token.token)
+        if token.finish_reason is not None:
+            self._detokenizer.finalize()
+        text = self._detokenizer.last_segment
+        if token.finish_reason == "stop":
+            text = text.rstrip("\ufffd")  # a character that is not complete, which mlx-lm's server leaves out, too
+        found = self._text.add(token, text, token.finish_reason is not None)
+        tokens = [replace(each, text=text) for each, text in found]
+        if self.length is not None:
+            tokens[-1] = replace(tokens[-1], finish_reason="stop")
+        return tokens

@@ -1,0 +1,103 @@
+"""Terms of a loss that stages of a pipeline would lose, or count more than once."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.mappings import with_gradients
+from mlxdist.nn.pipeline import Stage
+
+from .gradient_averaging import NAME
+from .model_outputs import outputs_through
+from .stage_terms import collecting
+
+__all__ = ["LostTerms"]
+
+_RECEIVED, _RETURNED = "(what the stage before sends)", "(what the model returns)"
+
+
+class LostTerms:
+    """Walks the graph of a loss backward from the loss, and sees which parameters it reaches. Nothing is computed.
+
+    ``loss_of``: the loss that is differentiated, of what fn returns.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage, loss_of: Callable[[Any], mx.array]) -> None:
+        self._model, self._stage, self._loss_of = model, stage, loss_of
+
+    def check(self, fn: Callable[..., Any], arguments: tuple[tuple, dict[str, Any]], shape: tuple[int, int]) -> None:
+        """``fn(*arguments[0], **arguments[1])`` is the loss of a micro-batch of tokens of that shape.
+
+        Raises:
+            InvalidArgument: the loss has a term that depends on this stage otherwise than by what it sends; or a term
+                of stage_loss is made of what the model returns, or of a parameter that another stage counts.
+        """
+        stage, call = self._stage, lambda: fn(*arguments[0], **arguments[1])
+        for chunk, layers in enumerate(stage.chunks):
+            part = chunk * stage.stages + stage.index
+            hidden = [
+                mx.zeros((*shape, *passed.shape[1:]), passed.dtype) for passed in stage.boundary(part) if layers.start
+            ]
+            if part + 1 < len(stage.plan.ranges):
+                reached = self._reached(partial(self._loss_alone, call, chunk), hidden)
+                if lost := [path for path in reached if path == _RECEIVED or not stage.is_in_last_chunk(path)]:
+                    raise InvalidArgument(
+                        f"{NAME}: the loss depends on '{lost[0]}' of stage {stage.index} not only by what the model "
+                        "returns, and the loss of the last stage would go without that term: add it by "
+                        "train.stage_loss(model, term)"
+                    )
+            reached = self._reached(partial(self._terms_alone, call, chunk), [])
+            if _RETURNED in reached:
+                raise InvalidArgument(
+                    f"{NAME}: a term of stage_loss is made of what the model returns, which only the last stage has; "
+                    "add it to the loss itself"
+                )
+            if twice := [path for path in reached if path != _RETURNED and not stage.counts(path, chunk)]:
+                raise InvalidArgument(
+                    f"{NAME}: a term of stage_loss depends on '{twice[0]}', which another stage counts, too; take "
+                    "model.stage.trainable_parameters() in place of model.trainable_parameters()"
+                )
+
+    def _loss_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
+        """The loss with what the model returns, and what stage_loss adds, as constants."""
+        with collecting(is_cut=True), outputs_through(self._model, mx.stop_gradient):
+            value, _ = self._stage.within(call, hidden or None, chunk)
+        return self._loss_of(value)
+
+    def _terms_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
+        """The sum of the terms of stage_loss, of which no layer is called."""
+        with collecting() as terms:
+            self._stage.shape_of_call(call, chunk)
+        return sum(terms.sums, mx.zeros(()))
+
+    def _reached(self, function: Callable[[list[mx.array]], mx.array], hidden: list[mx.array]) -> list[str]:
+        """What the result of a function depends on, in the order of the parameters."""
+        model, tree = self._model, self._model.trainable_parameters()
+        flat: Any = tree_flatten(tree)
+        names = [path for path, _ in flat]
+        found: set[str] = set()
+
+        def watched(name: str, array: mx.array) -> mx.array:
+            def note(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
+                found.add(name)
+                return cotangents
+
+            return with_gradients(note, [array])[0]
+
+        def run(probe: mx.array, *arrays: mx.array) -> list[mx.array]:
+            probe = watched(_RETURNED, probe)
+            model.update(tree_unflatten([(path, watched(path, x)) for path, x in zip(names, arrays)]))
+            received = [watched(_RECEIVED, x) for x in arrays[len(names) :]]
+            with outputs_through(model, lambda x: mx.stop_gradient(x) + probe.astype(x.dtype)):
+                return [function(received).astype(mx.float32).sum()]
+
+        try:
+            mx.vjp(run, [mx.zeros(()), *(array for _, array in flat), *hidden], [mx.ones(())])
+        finally:
+            model.update(tree)
+        return [name for name in (*names, _RECEIVED, _RETURNED) if name in found]

@@ -1,0 +1,151 @@
+"""Stop words: an answer is its text without them, up to the first of them, whatever its tokens are."""
+
+import itertools
+
+import pytest
+from bpe_models import bpe_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+    _byte_decoder,
+)
+from stop_words_reference import length_of, reference, shown_of
+
+from mlxdist.serve.answer import Answer, Token
+from mlxdist.serve.stop_words import AnswerText, Sections
+
+TOKENIZER = bpe_tokenizer()
+BYTES = {value: character for character, value in _byte_decoder().items()}
+MACHINE = {
+    "normal": [("<think>", "reasoning"), ("<call>", "tool"), ("<eom>", "normal")],
+    "reasoning": [("</think>", "normal"), ("<call>", "tool")],
+    "tool": [("</call>", "normal")],
+}
+MARKERS = ["<think>", "</think>", "<call>", "</call>", "<eom>"]
+# Few characters, so that words occur, overlap, and have beginnings of each other.
+PARTS = st.sampled_from(["a", "b", "é", "<", "/", ">", "th", *MARKERS])
+TEXT = st.lists(PARTS, max_size=14).map("".join)
+WORDS = st.lists(st.lists(PARTS, min_size=1, max_size=3).map("".join), min_size=1, max_size=4)
+
+
+def parts_of(text, cuts):
+    """The text as tokens; some have none, as bytes of a character have."""
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
+
+
+def read(text, cuts, words, machine):
+    """(sections, the text that each step hands out, the tokens, AnswerText.length)."""
+    answer = AnswerText(sections := Sections(TextStateMachine(machine)), "normal", words)
+    state, found, tokens, streamed = sections.of_handler.make_state("normal"), [], [], []
+    parts = parts_of(text, cuts)
+    for number, part in enumerate(parts):
+        step = answer.add(number, part, number == len(parts) - 1)
+        tokens += [token for token, _ in step]
+        streamed.append("".join(shown for _, shown in step))
+        state, segments = TextStateMachine.split(state, streamed[-1])
+        found += segments
+        if answer.length is not None:
+            break
+    assert not state[3]  # the handler holds nothing back
+    if found[-1][0] == "unfinished":  # mlx-lm's handler drops the call before it
+        while found and found[-1][0] in ("tool", "unfinished"):
+            found.pop()
+    shown = shown_of([each for each in found if each[1]])
+    return shown, streamed, tokens, answer.length
+
+
+CUTS = st.lists(st.integers(0, 60), max_size=20)
+
+
+@settings(deadline=None, max_examples=150)
+@given(TEXT, CUTS, WORDS)
+@example("abc", [1, 2], ["b", "abc"])  # the one that begins first
+@example("abd", [1, 2], ["b", "abc"])
+@example("ababac", [1, 2, 3, 4, 5], ["abac"])
+@example("aé", [1], ["é"])
+@example("ab", [1], ["bc"])  # the answer ends within what may be a word
+def test_a_text_ends_before_the_first_word(text, cuts, words):
+    shown, streamed, tokens, length = read(text, cuts, words, {})
+    cut = min((text.find(word) for word in words if word in text), default=None)
+    assert "".join(part for _, part in shown) == text[:cut]
+    parts = parts_of(text, cuts)
+    ends = list(itertools.accumulate(map(len, parts)))
+    assert length == (None if cut is None else length_of(parts, cut))
+    assert tokens == list(range(len(parts) if length is None else length + 1))
+    for number, end in enumerate(ends[: len(streamed) - 1]):  # what cannot be the beginning of a word does not wait
+        begins = (at for at in range(end) if any(word.startswith(text[at:end]) for word in words))
+        decided = next(begins, end)
+        assert len("".join(streamed[: number + 1])) >= max(each for each in [0, *ends] if each <= decided)
+
+
+@settings(deadline=None, max_examples=150)
+@given(TEXT, CUTS, WORDS)
+@example("<think>a</think>", [], ["th", "ink"])  # no word is in a control sequence
+@example("<think>a</think>b", [9], ["a</think>b"])  # but it may be in a word
+@example("a<", [1], ["<b"])  # what may be a control sequence is shown at the end
+@example("a<b", [2], ["b"])
+def test_reasoning_and_calls_of_tools(text, cuts, words):
+    shown, _, _, length = read(text, cuts, words, MACHINE)
+    expected, cut = reference(text, words, TextStateMachine(MACHINE))
+    assert shown == expected
+    assert (length is None) == (cut is None)
+
+
+@pytest.mark.parametrize("kind", [BPEStreamingDetokenizer, NaiveStreamingDetokenizer, SPMStreamingDetokenizer])
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 419), min_size=1, max_size=30), st.data())
+def test_tokens_of_any_detokenizer(kind, tokens, data):
+    """They are a part of a character, or of several words."""
+    tokenizer = TokenizerWrapper(TOKENIZER, kind)
+    whole = tokenizer.detokenizer
+    for token in tokens:
+        whole.add_token(token)
+    whole.finalize()
+    text = whole.text
+    start = data.draw(st.integers(0, len(text)))
+    words = [text[start : start + data.draw(st.integers(1, 9))] or "none"]
+    words += data.draw(st.lists(st.sampled_from(["e ", "the", "о", "停止", "\ufffd"]), max_size=2))
+    answer = Answer(tokenizer.detokenizer, Sections(TextStateMachine()), "normal", words)
+    found: list[Token] = []
+    for number, token in enumerate(tokens, 1):
+        found += answer.add(Token(token, 0.0, "length" if number == len(tokens) else None))
+        if found and found[-1].finish_reason is not None:
+            break
+    cut = min((text.find(word) for word in words if word in text), default=None)
+    assert "".join(each.text for each in found) == text[:cut]
+    assert [each.finish_reason for each in found] == [None] * (len(found) - 1) + ["length" if cut is None else "stop"]
+    assert [each.token for each in found] == tokens[: len(found)]
+
+
+def test_the_end_of_an_answer_is_shown_but_for_a_character_that_is_not_complete():
+    """Its last space, and what could have been the beginning of a control sequence or of a stop word."""
+    tokenizer = TokenizerWrapper(TOKENIZER, BPEStreamingDetokenizer)
+    for text, shown in (("a ", "a "), ("a<th", "a<th"), ("a st", "a st"), ("aй", "a")):
+        answer = Answer(tokenizer.detokenizer, Sections(TextStateMachine(MACHINE)), "normal", ["stop"])
+        data = text.encode()[: -1 if shown == "a" else None]
+        tokens = [TOKENIZER.convert_tokens_to_ids(BYTES[byte]) for byte in data]
+        found = [answer.add(Token(token, 0.0, None)) for token in tokens] + [answer.add(Token(0, 0.0, "stop"))]
+        assert "".join(token.text for step in found for token in step) == shown
+
+
+@pytest.mark.parametrize(
+    "words, kept",
+    [(["END"], []), (["</call>"], ['{"stop": "END"}']), (["after"], ['{"stop": "END"}'])],
+    ids=["within", "its end", "after it"],
+)
+def test_a_call_of_a_tool_is_whole_or_none(words, kept):
+    text = 'so<call>{"stop": "END"}</call>and after'
+    for size in range(1, len(text)):
+        shown, _, _, length = read(text, range(0, len(text), size), words, MACHINE)
+        assert [part for section, part in shown if section == "tool"] == kept and length is not None
+
+
+def test_without_stop_words_text_comes_at_once():
+    found = read("<think>a thought</think>and an <eom>answer<", range(100), [], MACHINE)
+    assert found[0] == [("reasoning", "a thought"), ("normal", "and an answer<")] and found[3] is None
