@@ -128,12 +128,20 @@ def _lines(equal: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _difference(name: str, lines: dict[str, str], group: Group) -> str:
-    """The first path, in alphabetic order, that not all ranks have, or not with the same text. Collective."""
+    """The first path that not all ranks have, or not with the same text. Collective.
+
+    In the order in which rank 0 gives them, or in alphabetic order where the ranks have other paths.
+    """
     paths = sorted(lines)
     most = int(_gathered([len(paths)], group).max())
     rows = _gathered([*(_digest(f"{path}\0{lines[path]}") for path in paths), *[0] * (most - len(paths))], group)
-    place = int(np.argmax((rows != rows[0]).any(axis=0)))
-    path = min(filter(None, texts(paths[place] if place < len(paths) else "", group)))
+    differing = np.flatnonzero((rows != rows[0]).any(axis=0))
+    known = _gathered([_digest("\0".join(paths))], group)
+    if (known == known[0]).all():
+        differs = {paths[place] for place in differing}
+        path = texts(next(path for path in lines if path in differs), group)[0]
+    else:
+        path = min(filter(None, texts(paths[differing[0]] if differing[0] < len(paths) else "", group)))
     own = lines.get(path, "nothing")
     rows = _gathered([_digest(own)], group)
     rank = int(np.argmax(rows[:, 0] != rows[0, 0]))

@@ -441,13 +441,13 @@ def bad_input() -> None:
     ]
     disagreements = [
         ("the ranks disagree about the hidden size and dtype of x", (x.astype(mx.float16), indices)),
-        ("the ranks disagree about the experts", (x, indices[:, :1])),
+        ("the ranks disagree about the experts per token: 2 on rank 0, 1 on rank", (x, indices[:, :1])),
         ("the ranks disagree about the scores", (x, indices, mx.ones((3, 2)))),
     ]
     for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
         layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed)
         others = (x, indices)
-        own = [("the ranks disagree about the experts of the tokens", (x[:2], indices[:2]))]
+        own = [("the ranks disagree about the number of tokens", (x[:2], indices[:2]))]
         own += [("the ranks disagree about the experts of the tokens", (x, indices + 1))]
         for words, arguments in [*cases, *disagreements, *(own if placed == "replicated" else [])]:
             if size == 1 and "disagree" in words:
