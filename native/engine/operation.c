@@ -123,25 +123,29 @@ void operation_place(struct operation *operation, const mlxdist_call *call) {
       of_program && !call->enqueued ? label_of_call(group, call->label, operation->sequence) : call->label;
 }
 
-/* The transfers of the collective in that place are counted for each member. */
-static inline void count_from_0(struct group_peer *group_peer, uint32_t place) {
-  if (group_peer->counted == place) return;
-  group_peer->counted = place;
-  group_peer->outs = group_peer->ins = 0;
+/* By what the peer knows it: the place of its operation, and its number among the transfers to, or from, that member.
+ */
+static inline void identify(struct transfer *transfer, uint16_t *count, uint32_t message_place) {
+  const struct operation *operation = transfer->operation;
+  struct group_peer *group_peer = transfer->group_peer;
+  if (!operation_is_collective(operation)) {
+    transfer->place = message_place;
+    transfer->index = WIRE_MESSAGE;
+    return;
+  }
+  if (group_peer->counted != operation->place) {
+    group_peer->counted = operation->place;
+    group_peer->outs = group_peer->ins = 0;
+  }
+  transfer->place = operation->place;
+  transfer->index = (*count)++;
 }
 
 static void issue_out(struct transfer *transfer) {
   const struct operation *operation = transfer->operation;
   struct group_peer *group_peer = transfer->group_peer;
   struct endpoint *endpoint = &group_peer->peer->endpoint;
-  if (operation_is_collective(operation)) {
-    count_from_0(group_peer, operation->place);
-    transfer->place = operation->place;
-    transfer->index = group_peer->outs++;
-  } else {
-    transfer->place = operation->send_place;
-    transfer->index = WIRE_MESSAGE;
-  }
+  identify(transfer, &group_peer->outs, operation->send_place);
   if (group_peer->peer->early_count) matching_take_early_cts(transfer);
   if (transfer->bytes >= MR_CACHE_MIN_BYTES) /* all links of a peer are alike */
     transfer->region =
@@ -159,14 +163,7 @@ static int issue_in(struct transfer *transfer, int outs) {
   const struct operation *operation = transfer->operation;
   struct group_peer *group_peer = transfer->group_peer;
   int status = MLXDIST_OK;
-  if (operation_is_collective(operation)) {
-    count_from_0(group_peer, operation->place);
-    transfer->place = operation->place;
-    transfer->index = group_peer->ins++;
-  } else {
-    transfer->place = operation->receive_place;
-    transfer->index = WIRE_MESSAGE;
-  }
+  identify(transfer, &group_peer->ins, operation->receive_place);
   /* The peer holds back what is large until it knows that this rank has come; what is sent to it says so. */
   if (transfer->bytes > transfer_eager_limit(operation->group->engine) && !sends_to(operation, group_peer, outs))
     status = matching_send_cts(transfer);
