@@ -221,7 +221,7 @@ def test_mlx_is_unpacked_for_a_build_in_the_image_of_an_older_glibc(tmp_path):
     cmake = [python.parent / "cmake", "-S", ROOT / "native", "-B", tmp_path / "build", "-G", "Ninja"]
     cmake += [options["environment"]["CMAKE_ARGS"].replace("/tmp/mlx", str(mlx)), f"-DPython_EXECUTABLE={python}"]
     run(*cmake, f"-DCMAKE_MAKE_PROGRAM={python.parent / 'ninja'}", "-DSKBUILD_PROJECT_VERSION=0")
-    assert f"MLX_DIR:PATH={mlx}" in (tmp_path / "build" / "CMakeCache.txt").read_text()
+    assert f"MLX_INCLUDE_DIR:PATH={mlx}" in (tmp_path / "build" / "CMakeCache.txt").read_text()
 
 
 def test_the_workflow_is_one(tmp_path):

@@ -219,7 +219,8 @@ def refused() -> None:
         case(["different weights", f"{norm} ({norm} in", f"rank {last}"], replaced(norm, weights[norm] * 2))
         cut = "model.layers.1.mlp.down_proj.weight"
         case(["different weights", f"{cut} ({cut} in", f"rank {last}"], replaced(cut, weights[cut] + 1e-3))
-        case(["load_sharded", "rank"], ep=1 + (rank == last))
+        arguments = ["load_sharded", "arguments", f"on rank {last}"]
+        expect(mlxdist.Mismatch, arguments, load_sharded, good, verify=rank == last)
     # The same on all ranks, where only mlx-lm can tell.
     embedding = "model.embed_tokens.weight"
     integers = {embedding: weights[embedding].view(mx.int32)}

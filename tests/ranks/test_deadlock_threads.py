@@ -81,7 +81,7 @@ LATE = [
 @pytest.mark.parametrize("scenario", cases(LATE))
 def test_what_comes_after_the_grace_is_waited_for(run_ranks, scenario, tmp_path):
     compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\ntouch {tmp_path}/called\nsleep 2.5\nPATH="${{PATH#*:}}" exec g++ "$@"\n')
+    compiler.write_text(f'#!/bin/sh\ntouch {tmp_path}/called\nsleep 4.5\nPATH="${{PATH#*:}}" exec g++ "$@"\n')
     compiler.chmod(0o755)
     environment = {"MLXDIST_DEADLOCK_GRACE": "0.5", "SLOW_COMPILER": str(tmp_path), "MLXDIST_STALL_WARNING": "1"}
     outputs = run_ranks("deadlock_threads.py", 2, scenario, timeout=100, environment=environment)

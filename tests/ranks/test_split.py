@@ -42,19 +42,15 @@ def test_connections_made_on_first_use(run_ranks, scenario):
         assert "as expected" in output
 
 
-@pytest.mark.parametrize(
-    "kind, expected", [("blocking", "Mismatch"), pytest.param("lazy", "Timeout", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["blocking", pytest.param("lazy", marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run_ranks, kind, expected, ranks):
-    """It would be a deadlock. A rank in mx.eval may compute: there the deadline ends it."""
+def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run_ranks, kind, ranks):
+    """It would be a deadlock."""
     for rank, output in enumerate(run_ranks("split.py", ranks, f"opposite_{kind}", status=1, timeout=20)):
         error = re.search(r"^(\w+) after ([0-9.]+) s: (.*)$", output, re.MULTILINE)
         assert error, f"rank {rank} reported no error:\n{output}"
-        assert error[1] == expected, error[0]
-        if kind == "blocking":
-            assert float(error[2]) < 5, error[0]
-            assert "all_sum of float32 [3]" in error[3] and "all_gather of float32 [5]" in error[3], error[0]
+        assert error[1] == "Mismatch" and float(error[2]) < 5, error[0]
+        assert "all_sum of float32 [3]" in error[3] and "all_gather of float32 [5]" in error[3], error[0]
 
 
 @pytest.mark.parametrize("kind", ["mlxdist", "mx"])

@@ -278,7 +278,5 @@ def test_one_broadcast_per_step(run_ranks, model):
 
 @pytest.mark.long
 def test_a_rank_that_samples_other_tokens_is_a_mismatch(run_ranks, model):
-    """On it; the other rank's next operation fails."""
-    rank_0, rank_1 = run_ranks("serving.py", 2, model, "diverge", status=None)
-    assert "Mismatch: serve: before step" in rank_1 and "this rank has sampled other tokens than rank 0" in rank_1
-    assert re.search(r"mlxdist\.\w+: .*rank 1", rank_0), rank_0
+    for output in run_ranks("serving.py", 2, model, "diverge", status=None):
+        assert re.search(r"Mismatch: ranks call the model .* with different inputs, .* rank 0 and .* rank 1", output)

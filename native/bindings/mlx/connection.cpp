@@ -106,13 +106,13 @@ class Connection::Ticket {
 
   /* It has taken its place, if it has, and will not run: peers must not wait for it. */
   void leave_void(const std::string& why) {
-    if (call_.enqueued && !has_run_) connection_->leave_void(name_, why);
-    has_run_ = true;
+    if (call_.enqueued && !has_run_.exchange(true)) connection_->leave_void(name_, why);
   }
 
+  /* Once, however often it has been dispatched. */
   void run(const Operation& operation) {
+    if (has_run_.exchange(true)) return;
     task_.begin();
-    has_run_ = true;
     try {
       connection_->run(call_, operation);
     } catch (const Error& error) {
@@ -127,7 +127,7 @@ class Connection::Ticket {
   StreamTask task_;
   const char* name_;
   mlxdist_call call_;
-  bool has_run_ = false;
+  std::atomic<bool> has_run_ = false;
 };
 
 struct Connection::World {
@@ -196,8 +196,16 @@ void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stre
   auto& encoder = mx::cpu::get_command_encoder(stream);
   auto ticket = std::make_shared<Ticket>(std::move(connection), stream, call, peers); /* std::function copies it */
   ticket->take_place(peers);
+  auto run = [ticket, operation = std::move(operation)] { ticket->run(operation); };
   try {
-    encoder.dispatch([ticket, operation = std::move(operation)] { ticket->run(operation); });
+    try {
+      encoder.dispatch(run);
+    } catch (const std::exception&) {
+      /* An earlier task has failed since, and MLX has thrown its error in place of a dispatch. The peers have their
+       * place for this one, so it runs; then the stream has the error again. */
+      encoder.dispatch(run);
+      encoder.dispatch([earlier = std::current_exception()] { std::rethrow_exception(earlier); });
+    }
   } catch (const std::exception& error) {
     ticket->leave_void(error.what());
     throw;
