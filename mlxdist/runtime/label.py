@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from .native import lib
 
-__all__ = ["label_of", "label_scope", "next_label", "next_text"]
+__all__ = ["current_path", "label_of", "label_scope", "next_label", "next_text"]
 
 
 class _Scopes(threading.local):
@@ -33,6 +33,11 @@ def label_scope(path: str | None) -> Iterator[None]:
         yield
     finally:
         _scopes.path, _scopes.calls = outer
+
+
+def current_path() -> str | None:
+    """The path that operations have now; ``None`` outside of a scope."""
+    return _scopes.path
 
 
 def next_text() -> str | None:

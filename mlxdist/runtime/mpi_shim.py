@@ -139,7 +139,7 @@ class _MpiShim:
     """What the library has under way, as finalize() sees it: see :attr:`World.mpi_shims`."""
 
     def __init__(self, address: int) -> None:
-        """``address``: of the library's ``Door``, a struct of pointers to functions."""
+        """``address``: of the library's ``Shim``, a struct of pointers to functions."""
         from .native import bridge, ffi
 
         functions = ffi.cast("uintptr_t *", address)
@@ -148,6 +148,7 @@ class _MpiShim:
         self.close: Callable[[], None] = ffi.cast("void (*)(void)", functions[1])
         self._error_reported: Callable[[], int] = ffi.cast("int (*)(void)", functions[2])
         self._is_busy: Callable[[], int] = ffi.cast("int (*)(void)", functions[3])
+        self.number_thread = int(functions[4])
 
     @property
     def error_reported(self) -> bool:
@@ -201,9 +202,31 @@ def join(shim: int) -> tuple[int, int]:
     from .native import bridge
 
     group = init()
-    group.add_mpi_shim(_MpiShim(shim))
+    mpi_shim = _MpiShim(shim)
+    group.add_mpi_shim(mpi_shim)
+    _number_streams(mpi_shim.number_thread)
     _add_sum_scatter()
     return group.connection.group, bridge.operation_failed()
+
+
+def _number_streams(number_thread: int) -> None:
+    """MLX tells the library the thread that an operation runs in, but not which stream of the program that is. Streams
+    have numbers in the order in which collectives for them are built, which is alike on all ranks; so ranks on which
+    two streams run in other orders get a Mismatch."""
+    import mlx.core as mx
+
+    from .native import bridge
+
+    def numbered(of_mlx: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        @functools.wraps(of_mlx)
+        def collective(*arguments: Any, stream: Any = None, **keywords: Any) -> mx.array:
+            bridge.number_stream(stream, number_thread)
+            return of_mlx(*arguments, stream=stream, **keywords)
+
+        return collective
+
+    for name in ("all_sum", "all_max", "all_min", "all_gather"):
+        setattr(mx.distributed, name, numbered(getattr(mx.distributed, name)))
 
 
 def _add_sum_scatter() -> None:

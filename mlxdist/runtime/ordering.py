@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .label import current_path, label_scope
 from .native import bridge
 
 __all__ = ["Order", "chained", "is_traced"]
@@ -74,7 +75,7 @@ class Order:
         """
         if self._token is None and not is_traced(*moved, *passed):
             return [*self._forward(forward, list(moved), passed), *passed]
-        count = len(moved)
+        count, path = len(moved), current_path()
 
         def run(arrays: Arrays) -> Arrays:
             token, taken, rest = arrays[0], arrays[1 : count + 1], arrays[count + 1 :]
@@ -85,7 +86,8 @@ class Order:
             done = [token]
             if given:
                 given = mx.depends(given, [token, outputs[0]])
-                done = given if backward is None else backward(given)
+                with label_scope(path and f"{path} backward"):
+                    done = given if backward is None else backward(given)
                 done = mx.depends(done, done)
             token = mx.depends(token, done)
             return [token, *(done if given else []), *(mx.depends(one, [token]) for one in rest)]

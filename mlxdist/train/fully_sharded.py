@@ -101,12 +101,13 @@ def fully_shard(
     channel = UnitChannel.of(group)
     other = UnitChannel.of(replicas) if replicas is not None and replicas.size() > 1 else None
     reshards = stage == 3 and reshard_after_forward
+    paths = {id(inner): path for path, inner in module.named_modules()}
     for root, owners in _units(module):
         flats, replicated = _flats(owners, group)
         if root is not module and not flats and not replicated:
             continue
         found = _cuts(root, flats, group)
-        unit = Unit(flats, replicated, channel, other, compute_dtype, stage, reshards, prefetch)
+        unit = Unit(paths.get(id(root), ""), flats, replicated, channel, other, compute_dtype, stage, reshards, prefetch)
         for flat in flats:
             flat.shard()
         reduced_over = (group,) if replicas is None else (group, replicas)

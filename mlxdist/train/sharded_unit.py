@@ -1,7 +1,7 @@
 """One unit of fully_shard: parameters that one message gathers where a module is called, and that are free after it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.sharding.plan.parallel_region import repeated
 from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 from mlxdist.runtime.ordering import Order
@@ -71,10 +72,12 @@ class UnitOrder(Order):
 
 class Unit:
     """Parameters that are sharded as one. ``flats``: by dtype, and apart what is trained and what is frozen.
-    ``replicated``: those that every rank holds, whose gradients are averaged all the same."""
+    ``replicated``: those that every rank holds, whose gradients are averaged all the same. ``path``: of its module in
+    the model."""
 
     def __init__(
         self,
+        path: str,
         flats: Sequence[FlatShards],
         replicated: Sequence[Slot],
         channel: UnitChannel,
@@ -84,7 +87,7 @@ class Unit:
         reshards: bool,
         prefetch: int,
     ) -> None:
-        self.flats, self.replicated = flats, replicated
+        self.path, self.flats, self.replicated = path, flats, replicated
         self.channel, self.replicas = channel, replicas
         self.dtype, self.stage, self.reshards, self.prefetch = dtype, stage, reshards, prefetch
         self.ranks = channel.size * (replicas.size if replicas else 1)
@@ -177,7 +180,8 @@ class Unit:
         if step and id(flat) in step.parameters:
             return step.parameters[id(flat)]
         dtype = self.dtype if self.dtype and mx.issubdtype(flat.dtype, mx.floating) else flat.dtype
-        vector = order.carry_out(self.channel.gather, flat.pack_shards(shards, dtype), *after)
+        with self._labeled("gather"):
+            vector = order.carry_out(self.channel.gather, flat.pack_shards(shards, dtype), *after)
         if step and bridge.traces():
             step.parameters[id(flat)] = vector
         return vector
@@ -197,12 +201,17 @@ class Unit:
 
     def reduce(self, order: UnitOrder, flat: FlatShards, packed: mx.array) -> mx.array:
         """This rank's shard of the mean over the ranks."""
-        total = order.carry_out(self.channel.scatter, packed).astype(flat.dtype, stream=UnitChannel.stream)
-        return self._mean(order, total)
+        with self._labeled("gradients"):
+            total = order.carry_out(self.channel.scatter, packed).astype(flat.dtype, stream=UnitChannel.stream)
+            return self._mean(order, total)
 
     def average(self, order: UnitOrder, array: mx.array) -> mx.array:
         """The mean of what every rank has."""
-        return self._mean(order, order.carry_out(self.channel.add_up, array))
+        with self._labeled("replicated gradients"):
+            return self._mean(order, order.carry_out(self.channel.add_up, array))
+
+    def _labeled(self, what: str) -> AbstractContextManager[None]:
+        return label_scope(self.path and f"{self.path} {what}")
 
     def _mean(self, order: UnitOrder, total: mx.array) -> mx.array:
         if self.replicas:

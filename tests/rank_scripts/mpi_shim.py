@@ -40,6 +40,23 @@ def accumulates_in_float32() -> None:
         assert total(x) == [expected] * 64 and expected > large, total(x)
 
 
+def two_streams() -> None:
+    """Another order of two streams is an error or right values, never the values of the other stream."""
+    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+    streams = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
+    for number in range(40):
+        sums = []
+        for place, stream in enumerate(streams):
+            x = mx.full((8,), 2.0 * number + place, stream=stream)
+            if (rank + number) % 2 == place:
+                slow = mx.random.uniform(shape=(200, 200), stream=stream)
+                x = mx.add(x, mx.minimum(mx.abs(mx.matmul(slow, slow, stream=stream).sum(stream=stream)), 0), stream=stream)
+            sums.append(mx.distributed.all_sum(x, stream=stream))
+            mx.async_eval(sums[-1])
+        found = [one[0].item() for one in sums]
+        assert found == [(2.0 * number + place) * size for place in range(2)], (number, found)
+
+
 def layers() -> None:
     """What an MLX training program does: averaged gradients, sharded layers, as in one process."""
     world = mx.distributed.init()

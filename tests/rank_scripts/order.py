@@ -9,10 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlxdist
+from mlxdist.nn import ExpertParallelSwitchGLU
 from mlxdist.runtime.label import label_scope
+from mlxdist.train import fully_shard
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -174,6 +178,23 @@ def labels_of_gradients_differ() -> None:
         else:
             x = mlxdist.all_to_all(mx.ones((size, 2)))
             mx.eval(x, mlxdist.all_to_all(x))
+
+
+def units_differ() -> None:
+    """One rank calls another unit of fully_shard than the others."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    x = mx.ones((1, 8))
+    for layer in reversed(model.layers) if odd_one else model.layers:
+        x = layer(x)
+    mx.eval(x)
+
+
+def experts_differ() -> None:
+    """One rank computes the gradient of other experts, of the same shapes, than the others."""
+    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group)
+    experts.path = f"layers.{int(odd_one)}.switch_mlp"
+    mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
 
 
 def legal() -> None:

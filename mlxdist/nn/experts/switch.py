@@ -15,6 +15,8 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.cuda import computes_on_cuda
 from mlxdist.runtime.group import Group
+from mlxdist.runtime.label import label_scope
+from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ordering import Order, is_traced
 
 from ..rank_checks import agree, on_host
@@ -78,6 +80,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         last_mode: the one that the last call took.
         dropped: pairs of a token and an expert that the last call dropped on all ranks together; ``None`` if the host
             does not know (``mx.compile``, ``host_sync=False``). ``dropped_total``: the sum over all calls.
+        path: where it is in the model, for errors of ranks that disagree; ``None`` where nothing says so.
         policy: what "auto" asks. ``host_sync``: whether a call may wait for its indices on the host.
     """
 
@@ -97,6 +100,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         each = (base(switch[name]) for name in names)
         self._pair_elements = sum(one.input_dims * one.output_dims for one in each)
         self.activation = switch.activation
+        self.path: str | None = None
         self.mode: str = options.mode
         self.tokens = options.tokens
         self.capacity_factor = options.capacity_factor
@@ -201,6 +205,10 @@ class ExpertParallelSwitchGLU(nn.Module):
             Mismatch: the ranks disagree, found in the same comparison; or, between two of them, shapes do not fit on
                 one rank, or they are others on it.
         """
+        with label_scope(self.path if bridge.traces() else None):  # decoding: it would cost time for each token
+            return self._call(x, indices, scores)
+
+    def _call(self, x: Any, indices: Any, scores: Any) -> mx.array:
         later = self.host_sync and self._is_compared_later(x, indices, scores)
         waits = self.host_sync and isinstance(indices, mx.array) and not (later and self._is_sooner_masked(indices))
         selected = on_host(indices) if waits else None

@@ -6,7 +6,11 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <mutex>
 #include <string>
+#include <unordered_set>
+
+#include "mlx/scheduler.h"
 
 #include "connection.h"
 #include "exit_status.h"
@@ -27,6 +31,17 @@ namespace mlxdist {
 
 static std::shared_ptr<Connection> connect(uintptr_t group) {
   return Connection::connect(reinterpret_cast<mlxdist_group*>(group));
+}
+
+static void number_stream(mx::StreamOrDevice s, uintptr_t number_thread) {
+  static std::mutex mutex;
+  static std::unordered_set<int> known;
+  auto stream = mx::to_stream(s, mx::Device::cpu);
+  std::lock_guard lock(mutex);
+  if (stream.device != mx::Device::cpu || known.contains(stream.index)) return;
+  int number = static_cast<int>(known.size()) + 1;
+  mx::scheduler::enqueue(stream, [=] { reinterpret_cast<void (*)(int)>(number_thread)(number); });
+  known.insert(stream.index);
 }
 
 /* An error of a stream is raised where its array is evaluated, and one that cannot be waited for has nothing to do. */
@@ -84,6 +99,9 @@ NB_MODULE(_bridge, m) {
   m.def(
       "raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
       "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
+  m.def("number_stream", &number_stream, "stream"_a.none(), "number_thread"_a,
+        "Calls `number_thread`, the address of void (*)(int), in the thread of a CPU stream, before what it is given "
+        "later: with 1 for the first stream that this function is called with, 2 for the second. Once a stream.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");

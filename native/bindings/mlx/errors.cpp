@@ -18,7 +18,8 @@ namespace mlxdist {
 
 static constexpr std::string_view tag = "[mlxdist ";
 
-static PyObject* make_error; /* set once, before any error */
+static PyObject* make_error;             /* set once, before any error */
+static thread_local bool makes_an_error; /* this thread, in make_error: Python code, which holds locks */
 
 /* The first error while Python has not seen it. Never destroyed: MLX's threads outlive the statics. */
 static auto& undelivered_mutex = *new std::mutex;
@@ -43,12 +44,14 @@ static void set_python_error(const std::string& what) {
   if (PyErr_CheckSignals() != 0) return;
   char* text;
   int status = static_cast<int>(std::strtol(what.c_str() + tag.size(), &text, 10));
+  makes_an_error = true;
   try {
     nb::object instance = nb::borrow(make_error)(status, text + 2); /* after "] " */
     PyErr_SetObject(instance.type().ptr(), instance.ptr());
   } catch (nb::python_error& error) {
     error.restore();
   }
+  makes_an_error = false;
 }
 
 /* macOS ends GPU work that waits for about 5 s; MLX raises that with Metal's text, which names no rank. If a rank was
@@ -66,13 +69,14 @@ static void translate(const std::exception_ptr& exception, void*) {
   } catch (const std::runtime_error& error) {
     auto explained = is_ours(error.what()) ? std::nullopt : explain_gpu_timeout(error.what());
     if (!is_ours(error.what()) && !explained) throw;
-    take_undelivered(); /* first: make_error is Python code, at a step of which deliver() may be called */
+    take_undelivered(); /* this error is it, or comes before it */
     set_python_error(explained ? explained->what() : error.what());
   }
 }
 
 /* Called by the interpreter in the main thread, between two steps of the program. */
 static int deliver(void*) {
+  if (makes_an_error) return 0; /* one is on its way; this one still is at the next evaluation */
   {
     nb::gil_scoped_release gil;
     std::unique_lock lock(undelivered_mutex);

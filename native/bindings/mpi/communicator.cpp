@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -70,7 +71,20 @@ static int is_busy() {
   return !is_idle();
 }
 
-const Shim shim{drain_world, close_world, error_reported, is_busy};
+static thread_local uint64_t label_of_thread = 0;
+
+static void number_thread(int number) {
+  label_of_thread = mlxdist_label(("stream " + std::to_string(number) + " of mx.distributed").c_str());
+}
+
+mlxdist_call collective_call() {
+  mlxdist_call call{};
+  call.timeout = -1;
+  call.label = label_of_thread;
+  return call;
+}
+
+const Shim shim{drain_world, close_world, error_reported, is_busy, number_thread};
 
 MPI_Comm add_communicator(mlxdist_group* group) {
   auto* comm = new Communicator{group, mlxdist_group_rank(group), mlxdist_group_size(group), 0, false};
@@ -130,7 +144,7 @@ void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {
     has_reported_error = true;
-    if (python::is_running()) operation_failed(error.status, error.text(), !defers_errors);
+    if (python::is_running()) operation_failed(error.status, error.text(), !defers_errors.exchange(true));
     throw;
   }
 }

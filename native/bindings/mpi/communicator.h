@@ -37,6 +37,8 @@ struct Shim {
   void (*close)();
   int (*error_reported)(); /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated */
   int (*is_busy)();        /* 1 while an operation runs */
+  /* In the thread of a stream: collectives in it are those of the stream with this number from now on. */
+  void (*number_thread)(int number);
 };
 extern const Shim shim;
 
@@ -48,6 +50,9 @@ void free_communicator(MPI_Comm comm);
 
 /* Destroys the groups of freed communicators on which nothing runs. */
 void destroy_freed();
+
+/* For a collective in this thread. Its label is the stream, if that has a number. */
+mlxdist_call collective_call();
 
 /* Runs `operation`, which returns a mlxdist_status or throws an Error, on the group of `comm`. Throws what goes wrong,
  * and raises it soon. */

@@ -88,7 +88,8 @@ int MPI_Allreduce(const void* in, void* out, int count, MPI_Datatype type, MPI_O
     }
     const void* source = in == MPI_IN_PLACE ? out : in;
     auto layout = layout_of(source, count, type);
-    return mlxdist_all_reduce(group, source, out, &layout, op->op, nullptr);
+    auto call = collective_call();
+    return mlxdist_all_reduce(group, source, out, &layout, op->op, &call);
   });
   return MPI_SUCCESS;
 }
@@ -96,7 +97,8 @@ int MPI_Allreduce(const void* in, void* out, int count, MPI_Datatype type, MPI_O
 int MPI_Allgather(const void* in, int in_count, MPI_Datatype in_type, void* out, int, MPI_Datatype, MPI_Comm comm) {
   run(comm, [=](mlxdist_group* group) {
     auto layout = layout_of(in, in_count, in_type);
-    return mlxdist_all_gather(group, in, out, &layout, nullptr);
+    auto call = collective_call();
+    return mlxdist_all_gather(group, in, out, &layout, &call);
   });
   return MPI_SUCCESS;
 }

@@ -163,7 +163,9 @@ def _shard_block(block: Block, modules: dict[str, nn.Module], plan: Plan, group:
     """Carries out what the patterns found in one block."""
     if (role := block.roles.pop(block.path, None)) == "experts":
         shares = expert_shares(plan.rank_shares, plan.ep)
-        _replace(modules, block.path, ExpertParallelSwitchGLU.from_switch(block.module, group, rank_shares=shares))
+        experts = ExpertParallelSwitchGLU.from_switch(block.module, group, rank_shares=shares)
+        experts.path = block.path
+        _replace(modules, block.path, experts)
         return
     for path, shard in block.shards.items():
         where, _, name = path.rpartition(".")
