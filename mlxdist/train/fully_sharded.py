@@ -106,8 +106,8 @@ def fully_shard(
         flats, replicated = _flats(owners, group)
         if root is not module and not flats and not replicated:
             continue
-        found = _cuts(root, flats, group)
-        unit = Unit(paths.get(id(root), ""), flats, replicated, channel, other, compute_dtype, stage, reshards, prefetch)
+        found, path = _cuts(root, flats, group), paths.get(id(root), "")
+        unit = Unit(path, flats, replicated, channel, other, compute_dtype, stage, reshards, prefetch)
         for flat in flats:
             flat.shard()
         reduced_over = (group,) if replicas is None else (group, replicas)

@@ -150,7 +150,7 @@ def refused() -> None:
     plan, first = plan_shards(model, tp=group.size()), group.rank() == 0
     frozen = tiny_models.build("llama")
     if first:
-        frozen.lm_head.freeze()
+        frozen.model.norm.freeze()
     edited = Plan.from_json(plan.to_json().replace("llama", "lama"))
     for words, arguments in [
         ("the plan is for another model", (other, plan)),
@@ -158,7 +158,7 @@ def refused() -> None:
         ("the plan is for another model", (tiny_models.build("llama", hidden_size=128), plan)),
         ("the plan is for tp=1 x ep=1 = 1 ranks", (model, plan_shards(model, tp=1))),
         ("the ranks disagree about the plan", (model, edited if first else plan)),
-        ("the ranks disagree about the parameter lm_head.weight: float32 [96, 64] on", (frozen, plan)),
+        ("the ranks disagree about the parameter model.norm.weight: float32 [64], frozen on rank 0", (frozen, plan)),
         ("plan must be a Plan", (model, None if first else plan)),
         ("model must be an mlx.nn.Module", ("llama", plan)),
     ]:
