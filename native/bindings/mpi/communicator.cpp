@@ -144,7 +144,7 @@ void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {
     has_reported_error = true;
-    if (python::is_running()) operation_failed(error.status, error.text(), !defers_errors.exchange(true));
+    if (python::is_running()) operation_failed(error.status, error.text(), !defers_errors);
     throw;
   }
 }
