@@ -291,15 +291,16 @@ static uint64_t mixed(uint64_t hash, uint64_t word) {
 class Content {
  public:
   explicit Content(const mx::array& x, uint64_t also = 0)
-      : data_(x.data<char>()), bytes_(x.nbytes()), itemsize_(x.itemsize()) {
+      : memory_(x.buffer(), x.offset()), bytes_(x.nbytes()), itemsize_(x.itemsize()) {
     seed_ = mixed(also, static_cast<uint64_t>(x.dtype().val()));
     for (int length : x.shape()) seed_ = mixed(seed_, length);
   }
   uint64_t hash() const {
     uint64_t hash = seed_;
+    const char* data = bytes_ > 0 ? this->data() : nullptr;
     for (size_t at = 0; at < bytes_; at += sizeof(uint64_t)) {
       uint64_t word = 0;
-      std::memcpy(&word, data_ + at, std::min(sizeof word, bytes_ - at));
+      std::memcpy(&word, data + at, std::min(sizeof word, bytes_ - at));
       hash = mixed(hash, word);
     }
     return hash;
@@ -307,12 +308,17 @@ class Content {
   uint64_t size() const { return bytes_ / itemsize_; }
   uint64_t last() const {
     uint64_t element = 0;
-    if (bytes_ > 0) std::memcpy(&element, data_ + bytes_ - itemsize_, itemsize_);
+    if (bytes_ > 0) std::memcpy(&element, data() + bytes_ - itemsize_, itemsize_);
     return element;
   }
 
  private:
-  const char* data_;
+  const char* data() const {
+    const void* address = memory_;
+    return static_cast<const char*>(address);
+  }
+
+  Memory memory_;
   size_t bytes_, itemsize_;
   uint64_t seed_;
 };
