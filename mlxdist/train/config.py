@@ -4,6 +4,7 @@ one; the tables are what several ranks add."""
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _REQUIRED = dataclasses.MISSING
 
 _count = number(1, 2**31 - 1)
 _text = plain_text(4096)
+_path: Check = lambda name, value: os.path.expanduser(_text(name, value))
 _rank_count = number(-1, 65536)
 _seed = number(0, 2**32 - 1)
 
@@ -109,7 +111,7 @@ class CheckpointConfig:
     ``keep_every``: steps; 0 for none. ``allow_changes``: what may be another than in the checkpoint, of ``CHANGES``.
     """
 
-    directory: str = _setting("checkpoints", _text)
+    directory: str = _setting("checkpoints", _path)
     every: int = _setting(100, _count)
     keep: int = _setting(2, _count)
     keep_every: int = _setting(0, number(0, 2**31 - 1))
@@ -128,8 +130,8 @@ class ControlConfig:
     memory_share: float = _setting(0.0, _share)
     device_memory_gib: float = _setting(0.0, positive(1e6))
     nan_guard_every: int = _setting(0, number(0, 2**31 - 1))
-    kill_file: str = _setting("", _text)
-    save_file: str = _setting("", _text)
+    kill_file: str = _setting("", _path)
+    save_file: str = _setting("", _path)
 
 
 _TABLES = {
@@ -151,7 +153,7 @@ class TrainConfig:
     """
 
     model: str = _setting(_REQUIRED, _text)
-    data: str = _setting(_REQUIRED, _text)
+    data: str = _setting(_REQUIRED, _path)
     weights: str = _setting("pretrained", one_of(("pretrained", "random")))
     fine_tune_type: str = _setting("lora", one_of(("lora", "dora", "full")))
     num_layers: int = _setting(16, number(-1, 65536))
@@ -176,7 +178,7 @@ class TrainConfig:
     seed: int | None = _setting(None, _seed)
     skip_steps: tuple[int, ...] = _setting((), list_of(number(0, _MAX_STEPS), 100_000))
     context_parallel: str = _setting("ring", one_of(("ring", "ulysses")))
-    output: str = _setting("trained", _text)
+    output: str = _setting("trained", _path)
     report_to: str = _setting("", _text)
     project_name: str = _setting("", _text)
     mesh: MeshConfig = MeshConfig()

@@ -225,7 +225,7 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     checkpoints.load(state)
     with agreed("train", mesh.group):
         if is_writer:
-            target = Path(config.output).expanduser()
+            target = Path(config.output)
             if config.weights == "random":
                 whole = _open_random(config)
                 whole.update(state["model"])

@@ -53,12 +53,12 @@ def check_settings(config: TrainConfig) -> None:
 
 def check_folders(config: TrainConfig) -> None:
     """Raises InvalidArgument: where the training would write it cannot. Nothing is left there."""
-    output = Path(config.output).expanduser()
+    output = Path(config.output)
     if config.weights == "random":
         require_no_folder(output)
         output = output.absolute().parent
     _require_writable("output", output)
-    _require_writable("checkpoints.directory", Path(config.checkpoints.directory).expanduser())
+    _require_writable("checkpoints.directory", Path(config.checkpoints.directory))
 
 
 @dataclass(frozen=True)

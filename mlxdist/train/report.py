@@ -173,7 +173,7 @@ class Report:
         return step * self._config.grad_accumulation_steps
 
     def _callback(self, name: str, iteration: int) -> Any:
-        config, directory = self._config, Path(self._config.checkpoints.directory).expanduser()
+        config, directory = self._config, Path(self._config.checkpoints.directory)
         directory.mkdir(parents=True, exist_ok=True)
         if name == "json":
             return JsonLines(directory / "reports.jsonl", iteration)

@@ -103,7 +103,7 @@ def train(config: TrainConfig, *, check: bool = False) -> float:
         )
         stack.enter_context(checkpoints)
         _resume(config, checkpoints, state)
-        if not check or all(gather(Path(settings.directory).expanduser().is_dir(), mesh.group)):
+        if not check or all(gather(Path(settings.directory).is_dir(), mesh.group)):
             checkpoints.lock(batches.step)
         if check:
             show(config, counts, model, optimizer, mesh)
@@ -247,7 +247,7 @@ def _batches(
         rank_shares=None if config.rank_shares == "equal" else config.rank_shares,
         skip_steps=config.skip_steps,
     )
-    if config.val_batches == 0 or not Path(config.data).expanduser().is_dir():
+    if config.val_batches == 0 or not Path(config.data).is_dir():
         return batches, None, counts
     make_validation = partial(make, load("valid"), config.batch_size, shuffle=False, epochs=1)
     make_validation()  # what is wrong with it, before any work

@@ -13,6 +13,7 @@ from mlxdist.base.user_path import UserPath
 from mlxdist.cli import commands
 from mlxdist.launch.jobs import JobDirectory
 from mlxdist.train.checkpoint.directory import checked_path
+from mlxdist.train.config import TrainConfig
 
 
 @pytest.fixture
@@ -65,6 +66,15 @@ def test_variables(home, monkeypatch):
 
 def test_checkpoints(home):
     assert checked_path("Checkpoints", "~/x") == checked_path("Checkpoints", Path("~/x")) == home / "x"
+
+
+def test_the_file_of_train(home):
+    lines = ['model = "m"', 'data = "~/data"', 'output = "~/out"']
+    lines += ["[checkpoints]", 'directory = "~/kept"', "[control]", 'kill_file = "~/kill"', 'save_file = "~/save"']
+    (home / "train.toml").write_text("\n".join(lines))
+    config = TrainConfig.read(home / "train.toml")
+    found = config.data, config.output, config.checkpoints.directory, config.control.kill_file, config.control.save_file
+    assert found == tuple(str(home / name) for name in ("data", "out", "kept", "kill", "save"))
 
 
 def test_tuning_file_of_calibrate(home, monkeypatch):
