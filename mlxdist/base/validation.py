@@ -89,7 +89,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def reject_constant(name: str) -> None:
-    """For ``parse_constant`` of `json.loads`, which takes NaN and Infinity. Raises ValueError."""
+    """Raises ValueError: `json.loads`, which takes NaN and Infinity, calls this for them as its ``parse_constant``."""
     raise ValueError(f"{name} is not a number of JSON")
 
 

@@ -1,10 +1,9 @@
-"""What senders and receivers agree on before an array is sent: what one of them rejects is the same error on all."""
+"""Senders and receivers agree here before an array is sent: what one of them rejects is the same error on all."""
 
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..base import errors
 from ..base.errors import InvalidArgument, Mismatch, located
 from ..runtime.group import Group
 from .messages import INVALID, hear, tell
@@ -36,7 +35,7 @@ def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: G
 def answer(
     decide: Callable[[list[Any]], list[Any]], refusal: Exception | None, peers: Sequence[int], group: Group
 ) -> list[Any]:
-    """What ``decide`` makes of what the senders say: a value of JSON for each, which they get.
+    """Sends each sender what ``decide`` makes of what the senders say, a value of JSON for each, and returns it all.
 
     Raises:
         InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one, or ``decide`` raises one. Another
@@ -59,7 +58,7 @@ def answer(
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``make`` returns, or the exception that it raises: the other ranks wait to hear of it."""
+    """Calls ``make`` and returns its result, or the exception that it raises: the other ranks wait to hear of it."""
     try:
         return make(), None
     except Exception as error:
@@ -90,4 +89,4 @@ def _problem(refusal: Exception | None, group: Group) -> list[str] | None:
 def _raise(problem: Any, refusal: Exception | None) -> None:
     if problem is not None:
         kind, text = problem
-        raise (errors.Mismatch if kind == "Mismatch" else errors.InvalidArgument)(text) from refusal
+        raise (Mismatch if kind == "Mismatch" else InvalidArgument)(text) from refusal

@@ -90,7 +90,7 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: Group | None = N
 
 
 def _described(cache: Any, model: Any, is_alone: bool) -> dict[str, Any]:
-    """For the receivers: the model, and the cache if there is one that may get it as it is."""
+    """Describes the model to the receivers, and the cache if there is one receiver, which may get it as it is."""
     if not isinstance(cache, list | tuple):
         raise InvalidArgument(f"kv.send: cache must be a list with a cache for each layer, not {type(cache).__name__}")
     said, count = described_model(model), len(make_prompt_cache(model))

@@ -1,4 +1,4 @@
-"""What ranks that share a model must call it with: the same arrays, such as tokens that each rank samples for itself.
+"""Ranks that share a model compare what they call it with, such as tokens that each rank samples for itself.
 
 Ranks that sample without a common seed, or have other prompts of one length, would add up activations of different
 texts, and each would go on with a text of its own. So the arrays are compared where they come in, inside the graph: one

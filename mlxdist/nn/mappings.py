@@ -70,30 +70,27 @@ def with_gradients(
     """
     if not arrays or not bridge.traces():
         return arrays
-    where = next_text()
-
-    def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-        with label_scope(where and f"{where} backward"):
-            return tuple(backward(cotangents))
-
-    copy: Any = mx.custom_function(lambda *arrays: list(arrays))
-    copy.vjp(vjp)
-    return copy(*arrays)
+    return _custom(lambda *arrays: list(arrays), lambda cotangents: tuple(backward(cotangents)))(*arrays)
 
 
 def with_backward(forward: _Unary, backward: _Unary, x: mx.array) -> mx.array:
     """``forward(x)``. Backward: ``backward`` of the cotangent. Where MLX traces nothing, the forward pass alone."""
     if not bridge.traces():
         return forward(x)
+    return _custom(forward, backward)(x)
+
+
+def _custom(forward: Callable[..., Any], backward: Callable[[Any], Any]) -> Any:
+    """``forward``, whose gradient is ``backward`` of the cotangents: its operations have the label of this place."""
     where = next_text()
 
-    def vjp(primal: Any, cotangent: Any, output: Any) -> mx.array:
+    def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
         with label_scope(where and f"{where} backward"):
-            return backward(cotangent)
+            return backward(cotangents)
 
-    both: Any = mx.custom_function(forward)
-    both.vjp(vjp)
-    return both(x)
+    function: Any = mx.custom_function(forward)
+    function.vjp(vjp)
+    return function
 
 
 def without_gradient(x: mx.array, reason: str) -> mx.array:

@@ -72,6 +72,10 @@ class Mesh:
             self._groups[names] = self._split(names)
         return self._groups[names]
 
+    def without(self, axis: str) -> Group:
+        """The group of this rank's neighbors along all axes but ``axis``; of all ranks where that has size 1."""
+        return self.group if self.size(axis) == 1 else self[tuple(name for name in self.sizes if name != axis)]
+
     def __str__(self) -> str:
         """A line for each rank, with its coordinates and its host; then the worst path along each axis."""
         shown = [name for name, size in self.sizes.items() if size > 1]

@@ -1,11 +1,11 @@
 """The collectives, with the names and arguments of ``mx.distributed``, on ``mx.array``, NumPy arrays and buffers.
 
 On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` (as if the function were called once for
-each part) and have gradients where that is said: nothing is sent before the result is evaluated. All ranks must
-evaluate the same operations of a group in the same order. MLX carries them out in a thread of its own: while some are
-under way (``mx.async_eval``), use another group for operations that are carried out at once, or they come in between at
-another place on each rank. Groups go on side by side, whatever their order. A number, a list or a tuple of numbers is
-the ``mx.array`` that ``mx.array`` makes of it.
+each part) and have gradients where that is said: nothing is sent before the result is evaluated. An operation has its
+place in the order of its group from then on, so ``mx.async_eval``, several streams of MLX and operations that are
+carried out at once may share a group. The order must be the same on all ranks; threads of Python have none between
+them, and take a lane each (:meth:`Group.lane`). Groups go on side by side, whatever their order. A number, a list or a
+tuple of numbers is the ``mx.array`` that ``mx.array`` makes of it.
 
 On a ``numpy.ndarray``, and on whatever else has the buffer protocol (``bytearray``, ``memoryview``, ``array.array``,
 arrays of ctypes ...), they are carried out at once. The result is a new NumPy array or, if given, ``out``, which may be

@@ -68,14 +68,14 @@ def average_gradients(
     group = group_of(group)
     if group.size() == 1:
         return gradients
-    structure = tuple(Gradient(path, tuple(leaf.shape), leaf.dtype) for path, leaf in flat)
-    plan, label = _planned(structure, all_reduce_size, reduce_dtype, weight is not None)
-    labeled = group.connection.mlx_group(-1.0, label)
+    described = tuple(Gradient(path, tuple(leaf.shape), leaf.dtype) for path, leaf in flat)
+    plan, structure = _planned(described, all_reduce_size, reduce_dtype, weight is not None)
+    compared = group.connection.mlx_group(-1.0, structure)
 
     total: Any = group.size()
     # Ranks may evaluate parts of the result in different orders; the messages still leave in one.
     order = Order(communication_stream)
-    add_up: Any = partial(mx.distributed.all_sum, group=labeled, stream=communication_stream)
+    add_up: Any = partial(mx.distributed.all_sum, group=compared, stream=communication_stream)
     if weight is not None:
         total = order.carry_out(add_up, weight)
     arrays = {number: leaf for number, (_, leaf) in enumerate(flat)}
@@ -96,10 +96,10 @@ all_reduce_grads = average_gradients
 def _planned(
     gradients: tuple[Gradient, ...], all_reduce_size: int, reduce_dtype: mx.Dtype | None, weighted: bool
 ) -> tuple[Plan, int]:
-    """With its label. By path: two ranks may have built their dicts in different orders."""
+    """With its structure. By path: two ranks may have built their dicts in different orders."""
     order = sorted(range(len(gradients)), key=lambda number: gradients[number].path)
     plan = Plan(gradients, order, all_reduce_size, reduce_dtype)
-    return plan, plan.label(weighted)
+    return plan, plan.structure(weighted)
 
 
 def _require_gradient(path: str, leaf: Any) -> None:

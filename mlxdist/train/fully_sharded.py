@@ -87,9 +87,8 @@ def fully_shard(
         group, replicas = mesh["fsdp"], mesh["dp"]
     else:
         group, replicas = group_of(group), None
-    everyone = alike = mesh.group if mesh is not None else group
-    if mesh is not None and mesh.size("pp") > 1:  # each stage has parameters of its own
-        alike = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
+    everyone = group if mesh is None else mesh.group
+    alike = group if mesh is None else mesh.without("pp")  # each stage has parameters of its own
     options = (compute_dtype, stage, reshard_after_forward, prefetch)
     parameters: dict[str, object] = {}
     # What is compared is as it is behind the block.

@@ -38,18 +38,17 @@ class Averaging:
         reduce_dtype: mx.Dtype | None,
     ) -> None:
         self.model, self.everyone = model, everyone
-        self.ranks = self.alike = everyone if mesh is None else mesh.group  # that call, and that hold the same layers
-        if mesh is not None and mesh.size("pp") > 1:
-            self.alike = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
+        self.ranks = everyone if mesh is None else mesh.group  # that call
+        self.alike = everyone if mesh is None else mesh.without("pp")  # that hold the same layers
         self.plan: Plan | None = None
         self.axes, self._mesh = axes, mesh
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
-        self._labels: dict[tuple, int] = {}
+        self._structures: dict[tuple, int] = {}
         self._known: list[tuple] = []  # of the parameters that the plan is of
         # Tokens are counted in units of about a batch: a float16 gradient of a sum over all would overflow. It is
         # a power of two, so no digit of the result depends on it.
         self.unit_of_tokens = 1.0
-        self.is_context_parallel = False
+        self.is_context_parallel = self.has_shards = False
 
     def is_for(self, parameters: Parameters) -> bool:
         """Whether the plan is of these parameters."""
@@ -90,21 +89,22 @@ class Averaging:
         most = agree(NAME, self.everyone, None, {}, [elements]).max()
         self.unit_of_tokens = float(2 ** int(most).bit_length())
         self.is_context_parallel = is_context_parallel(self.model)
+        self.has_shards = any(True for _ in reduced_over(self.model))
         return found
 
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
         """Makes the plan, of rank 0's order. Collective."""
         order = agree(NAME, self.everyone, None, {}, order)[0].tolist()
         self.plan = Plan(gradients, order, self._all_reduce_size, self._reduce_dtype)
-        self._labels.clear()
+        self._structures.clear()
         self._known = _described(parameters)
 
-    def label(self, over: tuple[str, ...], is_weighted: bool) -> int:
-        """Of the messages: :meth:`Plan.label`."""
-        if (over, is_weighted) not in self._labels:
+    def structure(self, over: tuple[str, ...], is_weighted: bool) -> int:
+        """Of the messages: :meth:`Plan.structure`."""
+        if (over, is_weighted) not in self._structures:
             assert self.plan is not None
-            self._labels[over, is_weighted] = self.plan.label(is_weighted, over=over)
-        return self._labels[over, is_weighted]
+            self._structures[over, is_weighted] = self.plan.structure(is_weighted, over=over)
+        return self._structures[over, is_weighted]
 
     def channel(self, over: tuple[str, ...]) -> "GradientChannel":
         """Of the ranks along these axes."""
@@ -114,9 +114,10 @@ class Averaging:
 class GradientChannel(Channel):
     """For the gradients that ranks average."""
 
-    def add_up(self, array: mx.array, label: int) -> mx.array:
-        """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have other labels."""
-        return mx.distributed.all_sum(array, group=self.group.connection.mlx_group(-1.0, label), stream=self.stream)
+    def add_up(self, array: mx.array, structure: int) -> mx.array:
+        """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have another ``structure``."""
+        group = self.group.connection.mlx_group(-1.0, structure)
+        return mx.distributed.all_sum(array, group=group, stream=self.stream)
 
 
 def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:

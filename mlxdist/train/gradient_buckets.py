@@ -88,7 +88,7 @@ class Plan:
             return dtype
         return self.reduce_dtype or sum_dtype(dtype)
 
-    def label(self, *options: object, over: Hashable = None) -> int:
+    def structure(self, *options: object, over: Hashable = None) -> int:
         """A hash of 63 bits, never 0, that ranks with another plan of what is averaged ``over`` them, or other options,
         do not have."""
         # By path: dicts have any order.

@@ -121,7 +121,7 @@ class StepGradients:
     def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What fn returns. Backward, the cotangents of the model's outputs are zero where there are no tokens: the mean
         of none is not a number, and it would reach the gradients of other ranks by way of what they communicate."""
-        if not (self._averaging.is_context_parallel or any(True for _ in reduced_over(self._averaging.model))):
+        if not (self._averaging.is_context_parallel or self._averaging.has_shards):
             return self._fn(*args, **kwargs)
         value: Any = None
 
@@ -192,7 +192,7 @@ class StepGradients:
                 continue
             channel = averaging.channel(over)
             packed = plan.pack(bucket, sums).astype(bucket.wire_dtype)
-            total = channel.add_up(packed, averaging.label(over, self._is_weighted))
+            total = channel.add_up(packed, averaging.structure(over, self._is_weighted))
             total = total.astype(bucket.sum_dtype, stream=stream)
             mean = mx.divide(total, divisor * channel.size, stream=stream)
             # MLX computes what is asked for, in the order of asking: the backward pass up to this bucket, and no more.

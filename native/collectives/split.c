@@ -44,7 +44,7 @@ static int32_t choose_members(const mlxdist_group *parent, const struct split_re
 }
 
 int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_call *call, mlxdist_group **result) {
-  struct split_request requests[GROUP_MAX_RANKS];
+  struct split_request requests[MLXDIST_MAX_RANKS];
   struct split_request own = {.color = color < 0 ? -1 : color, .key = key, .next_id = group->engine->next_group_id};
   *result = 0;
   int status = exchange_requests(group, &own, requests, call);
@@ -60,7 +60,7 @@ int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdis
                 GROUP_MAX_ID);
   group->engine->next_group_id = id + 1;
   if (color < 0) return MLXDIST_OK;
-  int32_t members[GROUP_MAX_RANKS];
+  int32_t members[MLXDIST_MAX_RANKS];
   int32_t size = choose_members(group, requests, color, members);
   return group_new(group->engine, (uint16_t)id, members, size, result);
 }

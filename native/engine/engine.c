@@ -50,7 +50,7 @@ static int allocate_peers(struct engine *engine) {
 }
 
 static int open_transport(struct engine *engine, const mlxdist_link *links) {
-  bool reachable[GROUP_MAX_RANKS], all = (uint32_t)engine->size <= engine->options.on_demand_threshold;
+  bool reachable[MLXDIST_MAX_RANKS], all = (uint32_t)engine->size <= engine->options.on_demand_threshold;
   for (int32_t rank = 0; rank < engine->size; rank++) reachable[rank] = engine_is_adjacent(engine, engine->rank, rank);
   int status = transport_open(&engine->transport, links, reachable);
   for (int32_t rank = 0; rank < engine->size && all && !status; rank++)

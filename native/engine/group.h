@@ -5,8 +5,6 @@
 #include "label.h"
 #include "places.h"
 
-#define GROUP_MAX_RANKS MLXDIST_MAX_RANKS
-
 /* Groups beside this one for what must not mix with the operations of the user, such as split. */
 #define GROUP_INTERNAL 0x8000u
 #define GROUP_MAX_ID 0x7fffu

@@ -39,10 +39,10 @@ struct partner {
 /* The operation that this thread is about to hand over. */
 struct partners {
   int count;
-  struct partner list[GROUP_MAX_RANKS];
+  struct partner list[MLXDIST_MAX_RANKS];
   enum meeting_kind kind;
-  uint32_t numbers[GROUP_MAX_RANKS]; /* of a collective, for each member */
-  uint32_t asked;                    /* the set of the last requests */
+  uint32_t numbers[MLXDIST_MAX_RANKS]; /* of a collective, for each member */
+  uint32_t asked;                      /* the set of the last requests */
   uint64_t begun_ns, look_at_ns, needed_since_ns;
   bool is_counted;
   double stall_warned_at;

@@ -37,7 +37,7 @@ static bool complete(const mlxdist_group *group, int32_t *ring, bool *used, int3
 }
 
 void topology_of_group(mlxdist_group *group) {
-  bool used[GROUP_MAX_RANKS] = {true};
+  bool used[MLXDIST_MAX_RANKS] = {true};
   int steps = 0;
   group->fully_connected = true;
   for (int32_t a = 0; a < group->size; a++)

@@ -194,7 +194,7 @@ static int reduce_piece(struct operation *operation, struct round *round, bool *
   struct reduce_step *step = &round->reduce;
   struct transfer *in = &operation->in.list[round->first_in];
   if (transfer_is_received(&in[round->ins - 1])) return MLXDIST_OK;
-  const void *sources[GROUP_MAX_RANKS];
+  const void *sources[MLXDIST_MAX_RANKS];
   uint32_t length = 0;
   int n = 0;
   for (int i = 0; i < round->ins; i++) {

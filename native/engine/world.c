@@ -39,9 +39,9 @@ void mlxdist_default_options(mlxdist_options *options) {
 }
 
 static int check_options(int32_t rank, int32_t size, const mlxdist_options *options) {
-  if (size < 1 || size > GROUP_MAX_RANKS || rank < 0 || rank >= size)
+  if (size < 1 || size > MLXDIST_MAX_RANKS || rank < 0 || rank >= size)
     return fail(MLXDIST_INVALID_ARGUMENT, "rank %d of %d: the world has 1 to %d ranks, numbered from 0", rank, size,
-                GROUP_MAX_RANKS);
+                MLXDIST_MAX_RANKS);
   if (options->bulk_slot_bytes < 4096 || options->bulk_slot_bytes > 1 << 20 || options->bulk_slot_bytes % 4096)
     return fail(MLXDIST_INVALID_ARGUMENT, "bulk slots of %u bytes: must be a multiple of 4096, at most 1 MiB",
                 options->bulk_slot_bytes);
@@ -66,7 +66,7 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   struct engine *engine;
   status = engine_new(rank, size, options, &progress_callbacks, &engine);
   if (status) return status;
-  int32_t members[GROUP_MAX_RANKS];
+  int32_t members[MLXDIST_MAX_RANKS];
   for (int32_t member = 0; member < size; member++) members[member] = member;
   status = group_new(engine, 0, members, size, result);
   if (status) engine_free(engine);
