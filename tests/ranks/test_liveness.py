@@ -180,11 +180,12 @@ def test_a_position_that_raises_is_reported_and_heartbeats_go_on(fast, monkeypat
 
 def test_heartbeats_end_with_the_group(fast):
     with group(2) as members:
-        beats = []
+        beats, ended = [], []
         for member in members:
-            member.watch(lambda *news: None, position=lambda: beats.append(0) or "here")
+            member.watch(lambda *news: ended.append(news), position=lambda: beats.append(0) or "here")
         assert wait_for(lambda: beats)
         members[0].report_failure(Error("enough"))
+        assert wait_for(lambda: ended)  # the rank that reports it knows already
         time.sleep(0.2)
         before = len(beats)
         time.sleep(0.2)
