@@ -22,7 +22,16 @@ from mlxdist.runtime.internal_thread import InternalThread
 from mlxdist.version import __version__
 
 from . import signals
-from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, Operation, pid_file, rank_directory, record_file_name
+from .flight_records import (
+    MAX_OPERATIONS,
+    MAX_THREADS,
+    SCHEMA,
+    Operation,
+    group_name,
+    pid_file,
+    rank_directory,
+    record_file_name,
+)
 from .native import bridge, ffi, last_error, lib
 from .step import current_computing, current_step
 
@@ -107,7 +116,7 @@ class Recorder:
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
         operation = Operation(**_operation(entry))
         seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
-        group = f" in group {operation.group}" if operation.group else ""
+        group = f" in {group_name(operation.group)}" if operation.group else ""
         text = f"{operation.name} #{operation.sequence}{group}{operation.at}"
         if entry.ended_ns == 0:
             return f"in {text} for {seconds:.1f} s"

@@ -17,6 +17,7 @@ __all__ = [
     "FlightRecord",
     "Operation",
     "check_record",
+    "group_name",
     "pid_file",
     "rank_directory",
     "read_directory",
@@ -24,15 +25,21 @@ __all__ = [
 ]
 
 SCHEMA = 1
+STREAM_LANE = 0x7FFF  # mlxdist_group_stream_lane()
 MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
 MAX_THREADS = 64
 _MAX_FILE_BYTES = 16 << 20
 _MAX_TEXT = 4096
 _ANY = number(0, 2**64 - 1)
 _RANK = number(0, MAX_RANKS - 1)
-_GROUP = number(0, 0x7FFF)
+_GROUP = number(0, STREAM_LANE)
 _STATUS = number(0, 1000)
 _MEMBERS = map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS)
+
+
+def group_name(group: int) -> str:
+    """ "group 2", or "mx.distributed", of a group other than the world."""
+    return "mx.distributed" if group == STREAM_LANE else f"group {group}"
 
 
 def _groups(name: str, value: Any) -> dict[int, tuple[int, ...]]:

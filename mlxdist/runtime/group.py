@@ -139,7 +139,7 @@ class Group(ProcessBound):  # a layer and its copies communicate in one group
         of its own, in which all its ranks must call its operations: what one thread, or MLX, does in one group may
         come before or after what another does in a second one. One thread alone does one after the other: where it
         waits in one group for a rank that waits for it in another, both get a :class:`Mismatch`. The groups end when
-        they are no longer used, or with the world. Numbers of groups are not used again: after 32,767 splits in which
+        they are no longer used, or with the world. Numbers of groups are not used again: after 32,766 splits in which
         a rank took part the next one raises, so make groups once and keep them.
 
         Args:

@@ -148,7 +148,7 @@ class _MpiShim:
         self.close: Callable[[], None] = ffi.cast("void (*)(void)", functions[1])
         self._error_reported: Callable[[], int] = ffi.cast("int (*)(void)", functions[2])
         self._is_busy: Callable[[], int] = ffi.cast("int (*)(void)", functions[3])
-        self.number_thread = int(functions[4])
+        self.label_thread = int(functions[4])
 
     @property
     def error_reported(self) -> bool:
@@ -204,23 +204,27 @@ def join(shim: int) -> tuple[int, int]:
     group = init()
     mpi_shim = _MpiShim(shim)
     group.add_mpi_shim(mpi_shim)
-    _number_streams(mpi_shim.number_thread)
+    _number_streams(mpi_shim.label_thread)
     _add_sum_scatter()
     return group.connection.group, bridge.operation_failed()
 
 
-def _number_streams(number_thread: int) -> None:
+def _number_streams(label_thread: int) -> None:
     """MLX tells the library the thread that an operation runs in, but not which stream of the program that is. Streams
     have numbers in the order in which collectives for them are built, which is alike on all ranks; so ranks on which
-    two streams run in other orders get a Mismatch."""
+    two streams run in other orders get a Mismatch. What does not come this way, functions that were imported before
+    and mx.import_function, may use the streams that MLX has now."""
     import mlx.core as mx
 
     from .native import bridge
 
+    mx.default_stream(mx.cpu)  # there is none before it is used
+    bridge.label_streams(label_thread)
+
     def numbered(of_mlx: Callable[..., mx.array]) -> Callable[..., mx.array]:
         @functools.wraps(of_mlx)
         def collective(*arguments: Any, stream: Any = None, **keywords: Any) -> mx.array:
-            bridge.number_stream(stream, number_thread)
+            bridge.number_stream(stream, label_thread)
             return of_mlx(*arguments, stream=stream, **keywords)
 
         return collective

@@ -11,6 +11,7 @@
 void mlxdist_group_set_timeout(mlxdist_group *group, double seconds) {
   engine_lock(group->engine);
   group->timeout = seconds;
+  if (group->id == 0) group->engine->stream_lane->timeout = seconds;
   engine_unlock(group->engine);
 }
 
@@ -47,8 +48,7 @@ static void describe_wait(const struct engine *engine, const char *name, const s
 static struct layout_name name_of(const struct operation *operation) {
   struct layout_name name = layout_name(&operation->receives, operation->sequence);
   size_t length = strlen(name.text);
-  uint16_t group = operation->group->id & ~GROUP_INTERNAL;
-  if (group) snprintf(name.text + length, sizeof name.text - length, " in group %u", group);
+  snprintf(name.text + length, sizeof name.text - length, "%s", group_name(operation->group->id).text);
   return name;
 }
 

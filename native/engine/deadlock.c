@@ -47,15 +47,14 @@ struct deadlock_thread *deadlock_enter(const struct operation *operation, bool t
 }
 
 /* " in group 1 (ranks 0, 2)" */
-struct group_name {
+struct group_ranks {
   char text[96]; /* has room for eight ranks */
 };
-static struct group_name name_group(const mlxdist_group *group) {
-  struct group_name name = {" in the world"};
-  uint16_t id = group->id & ~GROUP_INTERNAL;
+static struct group_ranks name_group(const mlxdist_group *group) {
+  struct group_ranks name = {" in the world"};
   const size_t bytes = sizeof name.text;
-  if (!id) return name;
-  int n = snprintf(name.text, bytes, " in group %u (ranks", id);
+  if (!(group->id & ~GROUP_INTERNAL)) return name;
+  int n = snprintf(name.text, bytes, "%s (ranks", group_name(group->id).text);
   for (int32_t i = 0; i < group->size && i < 8; i++)
     n += snprintf(name.text + n, bytes - (size_t)n, "%s %d", i ? "," : "", group->members[i]);
   snprintf(name.text + n, bytes - (size_t)n, "%s)", group->size > 8 ? ", ..." : "");

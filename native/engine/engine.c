@@ -133,6 +133,10 @@ void engine_let_in(struct engine *engine) {
 }
 
 int engine_add_group(struct engine *engine, mlxdist_group *group) {
+  if (group->id == GROUP_STREAM_LANE) {
+    engine->stream_lane = group;
+    return MLXDIST_OK;
+  }
   if (group->id >= engine->groups_capacity) {
     uint32_t capacity = engine->groups_capacity ? engine->groups_capacity : 8;
     while (capacity <= group->id) capacity *= 2;

@@ -46,6 +46,7 @@ struct engine {
   struct peer* peers;     /* one per rank; the own one stays empty */
   mlxdist_group** groups; /* by id; those that do not exist any more are NULL */
   uint32_t groups_capacity;
+  mlxdist_group* stream_lane;             /* of the world; not among the groups */
   int32_t next_group_id;                  /* the lowest that no group of this rank has had */
   struct operation *active, *active_last; /* in the order in which they were issued */
   int active_count;

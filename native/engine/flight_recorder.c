@@ -98,7 +98,7 @@ uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight_record *entrie
 
 uint64_t mlxdist_flight_members(mlxdist_group *group, int32_t id, int32_t *members, uint64_t room) {
   struct engine *engine = group->engine;
-  if (id < 0 || id > (int32_t)GROUP_MAX_ID || !engine_lock_soon(engine)) return 0;
+  if (id < 0 || id > (int32_t)GROUP_STREAM_LANE || !engine_lock_soon(engine)) return 0;
   const mlxdist_group *found = engine_group(engine, (uint16_t)id);
   uint64_t size = found ? (uint64_t)found->size : 0;
   for (uint64_t i = 0; i < size && i < room; i++) members[i] = found->members[i];

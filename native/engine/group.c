@@ -5,6 +5,7 @@
 #include "operation.h"
 #include "topology.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 void group_free(mlxdist_group *group) {
@@ -38,6 +39,7 @@ static mlxdist_group *allocate(struct engine *engine, uint16_t id, const int32_t
     group_free(group);
     return 0;
   }
+  group->counters = &group->own_counters;
   places_init(&group->collectives);
   for (int32_t rank = 0; rank < engine->size; rank++) group->member_of[rank] = -1;
   for (int32_t member = 0; member < size; member++) {
@@ -71,6 +73,15 @@ int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_
   return status;
 }
 
+struct group_name group_name(uint16_t id) {
+  struct group_name name = {""};
+  id &= (uint16_t)~GROUP_INTERNAL;
+  if (id == GROUP_STREAM_LANE) return (struct group_name){" in mx.distributed"};
+  if (id) snprintf(name.text, sizeof name.text, " in group %u", id);
+  return name;
+}
+
 int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }
 int32_t mlxdist_group_size(mlxdist_group *group) { return group->size; }
 int32_t mlxdist_group_id(mlxdist_group *group) { return group->id; }
+mlxdist_group *mlxdist_group_stream_lane(mlxdist_group *world) { return world->engine->stream_lane; }

@@ -7,7 +7,10 @@
 
 /* Groups beside this one for what must not mix with the operations of the user, such as split. */
 #define GROUP_INTERNAL 0x8000u
-#define GROUP_MAX_ID 0x7fffu
+#define GROUP_MAX_ID 0x7ffeu
+
+/* The world's stream lane (mlxdist_group_stream_lane). */
+#define GROUP_STREAM_LANE 0x7fffu
 
 struct group_counters {
   counter collectives, point_to_point;
@@ -36,13 +39,13 @@ struct mlxdist_group {
   struct engine* engine;
   uint16_t id; /* 0: the world. Two groups with the same id have no two members in common */
   int32_t rank, size;
-  struct group_peer* peers; /* one per member */
-  int32_t* members;         /* their ranks in the world */
-  int32_t* member_of;       /* of each rank of the world its number here, -1 for others */
-  int32_t* ring;            /* the members in the order of the links, NULL if these make no ring */
-  bool fully_connected;     /* a link joins every two members */
-  atomic_bool usable;       /* this rank is connected to all of them */
-  struct group_counters counters;
+  struct group_peer* peers;                      /* one per member */
+  int32_t* members;                              /* their ranks in the world */
+  int32_t* member_of;                            /* of each rank of the world its number here, -1 for others */
+  int32_t* ring;                                 /* the members in the order of the links, NULL if these make no ring */
+  bool fully_connected;                          /* a link joins every two members */
+  atomic_bool usable;                            /* this rank is connected to all of them */
+  struct group_counters own_counters, *counters; /* the stream lane counts in those of the world */
   struct places collectives;
   _Atomic uint64_t collectives_ended;
   uint64_t messages_issued;
@@ -62,8 +65,15 @@ struct mlxdist_group {
 static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t id) {
   uint32_t index = id & ~GROUP_INTERNAL;
   mlxdist_group* group = index < engine->groups_capacity ? engine->groups[index] : 0;
+  if (index == GROUP_STREAM_LANE) group = engine->stream_lane;
   return group && id & GROUP_INTERNAL ? group->internal : group;
 }
+
+/* " in group 2", " in mx.distributed", or "" for the world. */
+struct group_name {
+  char text[24];
+};
+struct group_name group_name(uint16_t id);
 
 /* See label.h. Most groups have one thread that calls operations. */
 static inline uint64_t label_of_call(mlxdist_group* group, uint64_t text, uint64_t place) {

@@ -15,8 +15,7 @@
 static struct layout_name name_of(const struct wire_descriptor *descriptor, uint16_t group) {
   struct layout_name name = layout_name(descriptor, 0);
   size_t used = strlen(name.text);
-  if (group & ~GROUP_INTERNAL)
-    snprintf(name.text + used, sizeof name.text - used, " in group %u", group & ~GROUP_INTERNAL);
+  snprintf(name.text + used, sizeof name.text - used, "%s", group_name(group).text);
   return name;
 }
 

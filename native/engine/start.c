@@ -38,7 +38,8 @@ static void wait_for(struct operation *operation, uint64_t deadline_ns) {
     engine_progress(engine, &progressed);
     if (progressed) {
       /* Not for an acknowledgement alone: ranks that wait for another one send some, and would keep each other up. */
-      if (progress_count != engine->progress_count) count(&operation->group->counters.wait_ns, backoff_reset(&backoff));
+      if (progress_count != engine->progress_count)
+        count(&operation->group->counters->wait_ns, backoff_reset(&backoff));
       progress_count = engine->progress_count;
       engine_yield(engine);
       continue;
@@ -56,7 +57,7 @@ static void wait_for(struct operation *operation, uint64_t deadline_ns) {
   }
   change_waiters(engine, -1);
   deadlock_leave(thread);
-  count(&operation->group->counters.wait_ns, backoff_reset(&backoff));
+  count(&operation->group->counters->wait_ns, backoff_reset(&backoff));
 }
 
 /* Its status, with the text in mlxdist_last_error(). */

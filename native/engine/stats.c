@@ -3,7 +3,7 @@
 
 void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
   struct engine *engine = group->engine;
-  struct group_counters *g = &group->counters;
+  struct group_counters *g = group->counters;
   struct transport_counters *e = &engine->transport_counters;
   struct verbs_counters provider = {0};
   engine_lock(engine);

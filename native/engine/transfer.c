@@ -98,7 +98,7 @@ static int push(struct operation *operation, struct transfer *transfer, bool in_
     message.user_lkey = mr_cache_lkey(transfer->region, channel->device, message.payload, message.length);
   if (message.user_lkey && left <= piece * links_of(transfer)) message.flags |= WIRE_ACK_REQ;
   int status = channel_send(channel, &message);
-  struct group_counters *counters = &operation->group->counters;
+  struct group_counters *counters = operation->group->counters;
   count(&counters->payload_bytes_sent, message.length);
   if (!message.user_lkey) count(&counters->bytes_copied, message.length);
   if (message.user_lkey) {
@@ -157,7 +157,7 @@ static inline int release_piece(struct operation *operation, struct transfer *tr
   uint32_t length = recv_header(desc)->length;
   transfer->arrived = desc->next;
   transfer->done += length;
-  count(&operation->group->counters.payload_bytes_received, length);
+  count(&operation->group->counters->payload_bytes_received, length);
   return recv_release(desc);
 }
 
@@ -169,7 +169,7 @@ static int pull(struct operation *operation, struct transfer *transfer, bool *pr
   if (status || !desc) return status;
   uint32_t length = recv_header(desc)->length;
   if (length) memcpy(transfer->data + transfer->done, recv_payload(desc), length);
-  count(&operation->group->counters.bytes_copied, length);
+  count(&operation->group->counters->bytes_copied, length);
   *progressed = true;
   return release_piece(operation, transfer);
 }
@@ -229,7 +229,7 @@ static int step_round(struct operation *operation, struct round *round, bool *pr
   int status = MLXDIST_OK;
   if (!round->begun && round->copy_bytes) {
     memcpy(round->copy_to, round->copy_from, round->copy_bytes);
-    count(&operation->group->counters.bytes_copied, round->copy_bytes);
+    count(&operation->group->counters->bytes_copied, round->copy_bytes);
   }
   round->begun = true;
   bool in_place = round->reduces && round->reduce.in_place;

@@ -56,6 +56,20 @@ static int check_options(int32_t rank, int32_t size, const mlxdist_options *opti
   return MLXDIST_OK;
 }
 
+static int create_groups(struct engine *engine, mlxdist_group **world) {
+  int32_t members[MLXDIST_MAX_RANKS];
+  for (int32_t member = 0; member < engine->size; member++) members[member] = member;
+  mlxdist_group *lane;
+  int status = group_new(engine, 0, members, engine->size, world);
+  if (status) return status;
+  status = group_new(engine, GROUP_STREAM_LANE, members, engine->size, &lane);
+  if (status)
+    group_free(*world);
+  else
+    lane->counters = (*world)->counters;
+  return status;
+}
+
 int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *options, mlxdist_group **result) {
   mlxdist_options defaults;
   mlxdist_default_options(&defaults);
@@ -66,10 +80,12 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   struct engine *engine;
   status = engine_new(rank, size, options, &progress_callbacks, &engine);
   if (status) return status;
-  int32_t members[MLXDIST_MAX_RANKS];
-  for (int32_t member = 0; member < size; member++) members[member] = member;
-  status = group_new(engine, 0, members, size, result);
-  if (status) engine_free(engine);
+  mlxdist_group *world;
+  status = create_groups(engine, &world);
+  if (status)
+    engine_free(engine);
+  else
+    *result = world;
   return status;
 }
 
@@ -82,7 +98,9 @@ void mlxdist_group_destroy(mlxdist_group *group) {
   engine->groups[group->id] = 0;
   engine_unlock(engine);
   group_free(group);
-  if (is_world) engine_free(engine);
+  if (!is_world) return;
+  group_free(engine->stream_lane);
+  engine_free(engine);
 }
 
 uint64_t mlxdist_group_address_size(mlxdist_group *group) {

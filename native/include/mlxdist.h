@@ -326,6 +326,11 @@ int32_t mlxdist_group_rank(mlxdist_group* group);
 int32_t mlxdist_group_size(mlxdist_group* group);
 int32_t mlxdist_group_id(mlxdist_group* group); /* 0: the world. Two with the same id have no two members in common */
 
+/* The ranks of the world as a group with an order of its own, for operations that have their place when a thread of
+ * MLX's streams comes to them: those of the world have it when they are evaluated, which on one rank is before, on
+ * another after the former. They count as operations of the world; the lane ends with it. */
+mlxdist_group* mlxdist_group_stream_lane(mlxdist_group* world);
+
 /* Fails the group: every wait on it ends with `status` and `reason`. Safe from any thread. */
 void mlxdist_group_abort(mlxdist_group* group, int32_t status, const char* reason);
 

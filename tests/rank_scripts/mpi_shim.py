@@ -42,8 +42,22 @@ def accumulates_in_float32() -> None:
 
 def two_streams() -> None:
     """Another order of two streams is an error or right values, never the values of the other stream."""
+    mx.distributed.init()
+    sums_in_another_order(mx.distributed.all_sum, [mx.new_stream(mx.cpu) for _ in range(2)])
+
+
+def two_streams_imported_before() -> None:
+    """The same where the function is MLX's own, which says no stream; and it does not know newer streams."""
+    all_sum, streams = mx.distributed.all_sum, [mx.new_stream(mx.cpu) for _ in range(2)]
+    size = mx.distributed.init().size()
+    assert all_sum(mx.ones((3,))).tolist() == [size] * 3
+    new = mx.new_stream(mx.cpu)
+    expect("InvalidArgument", "newer than mx.distributed.init()", lambda: mx.eval(all_sum(mx.ones((3,)), stream=new)))
+    sums_in_another_order(all_sum, streams)
+
+
+def sums_in_another_order(all_sum: Callable[..., mx.array], streams: list[mx.Stream]) -> None:
     rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
-    streams = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
     for number in range(40):
         sums = []
         for place, stream in enumerate(streams):
@@ -51,7 +65,7 @@ def two_streams() -> None:
             if (rank + number) % 2 == place:
                 slow = mx.random.uniform(shape=(200, 200), stream=stream)
                 x = mx.add(x, mx.matmul(slow, slow, stream=stream)[0, 0] * 0, stream=stream)
-            sums.append(mx.distributed.all_sum(x, stream=stream))
+            sums.append(all_sum(x, stream=stream))
             mx.async_eval(sums[-1])
         found = [one[0].item() for one in sums]
         assert found == [(2.0 * number + place) * size for place in range(2)], (number, found)
@@ -129,6 +143,27 @@ def both_doors() -> None:
     group.finalize()
     for read in (mx.eval, np.array):
         expect("InvalidArgument", "the group has ended", lambda: read(mx.distributed.all_sum(mx.ones((3,)))))
+
+
+def doors_have_an_order_each() -> None:
+    """A blocking call of mlxdist comes before or after MLX's operation, which waits in a stream, on each rank."""
+    import mlxdist
+
+    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+    for number in range(40):
+        x = mx.full((8,), 2.0 * number)
+        late = (rank + number) % 2 == 0
+        if late:
+            slow = mx.random.uniform(shape=(400, 400))
+            x = x + (slow @ slow)[0, 0] * 0
+        plain = mx.distributed.all_sum(x)
+        lazy = mlxdist.all_sum(x - 1)
+        mx.async_eval(plain)
+        time.sleep(0 if late else 0.005)  # the stream comes to the first one, or not yet
+        mx.async_eval(lazy)
+        eager = mlxdist.all_sum(np.full(8, 2 * number + 1, np.float32))
+        found = [lazy[0].item(), plain[0].item(), eager[0].item()]
+        assert found == [(2.0 * number + one) * size for one in (-1, 0, 1)], (number, found)
 
 
 def mlxdist_alone() -> None:

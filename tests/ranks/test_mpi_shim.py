@@ -37,9 +37,10 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_two_streams_in_another_order_are_a_mismatch(run_ranks, ranks):
-    for output in run_ranks("mpi_shim.py", ranks, "two_streams", status=1):
-        assert re.search(r"Mismatch: ranks disagree: .* in stream [12] of mx.distributed", output), output
+@pytest.mark.parametrize("scenario", ["two_streams", "two_streams_imported_before"])
+def test_two_streams_in_another_order_are_a_mismatch(run_ranks, ranks, scenario):
+    for output in run_ranks("mpi_shim.py", ranks, scenario, status=1):
+        assert re.search(r"Mismatch: ranks disagree: .* in mx.distributed in (CPU )?stream [12]", output), output
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,11 @@ def test_failed_operation_is_never_read(run_ranks, reader):
 def test_both_doors_lead_to_one_world(run_ranks, first):
     for output in run_ranks("mpi_shim.py", 3, "both_doors", environment={"FIRST": first}):
         assert "as expected" in output
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_doors_have_an_order_each(run_ranks, ranks):
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, "doors_have_an_order_each"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")

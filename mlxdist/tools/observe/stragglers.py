@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlxdist.base.errors import name_ranks, ranks_have
-from mlxdist.runtime.flight_records import FlightRecord, Operation
+from mlxdist.runtime.flight_records import FlightRecord, Operation, group_name
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 
 from .clocks import at_one_time
@@ -142,7 +142,7 @@ class _GroupProgress:
         if self._id == 0 and not self._internal:
             return ""
         where = "in internal operations of " if self._internal else "in "
-        which = "the group of all ranks" if self._id == 0 else f"group {self._id} ({name_ranks(self._members)})"
+        which = "the group of all ranks" if self._id == 0 else f"{group_name(self._id)} ({name_ranks(self._members)})"
         return f"{where}{which}: "
 
     def _part(self, who: str, ranks: list[int], waits: bool) -> str:
@@ -174,7 +174,7 @@ def _activity(record: FlightRecord, group: int) -> str:
     """What a rank does that has not reached the next collective of ``group``."""
     other = _oldest_open(record)
     if other is not None:
-        of_group = "" if other.group == group else f" of group {other.group}"
+        of_group = "" if other.group == group else f" of {group_name(other.group)}"
         return f"is in {other}{of_group}{other.at} for {_duration(_seconds(record, other))}"
     latest = _latest(record)
     if latest is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxdist.base.errors import name_ranks
-from mlxdist.runtime.flight_records import FlightRecord, Operation
+from mlxdist.runtime.flight_records import FlightRecord, Operation, group_name
 
 from .clocks import wall_offsets
 
@@ -55,7 +55,7 @@ class _Rows:
 
     def _name(self, group: int, internal: bool, number: int) -> str:
         members = self._record.groups.get(group, ())
-        name = "all ranks" if group == 0 else f"group {group}" + (f" ({name_ranks(members)})" if members else "")
+        name = "all ranks" if group == 0 else group_name(group) + (f" ({name_ranks(members)})" if members else "")
         return f"{name}{' (internal)' if internal else ''}{f', {number + 1}' if number else ''}"
 
 

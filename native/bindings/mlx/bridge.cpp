@@ -33,14 +33,24 @@ static std::shared_ptr<Connection> connect(uintptr_t group) {
   return Connection::connect(reinterpret_cast<mlxdist_group*>(group));
 }
 
-static void number_stream(mx::StreamOrDevice s, uintptr_t number_thread) {
+static void label_stream(const mx::Stream& stream, const std::string& text, uintptr_t label_thread) {
+  uint64_t label = mlxdist_label(text.c_str());
+  mx::scheduler::enqueue(stream, [=] { reinterpret_cast<void (*)(uint64_t)>(label_thread)(label); });
+}
+
+static void label_streams(uintptr_t label_thread) {
+  int number = 0;
+  for (const auto& stream : mx::get_streams())
+    if (stream.device == mx::Device::cpu) label_stream(stream, "CPU stream " + std::to_string(++number), label_thread);
+}
+
+static void number_stream(mx::StreamOrDevice s, uintptr_t label_thread) {
   static std::mutex mutex;
   static std::unordered_set<int> known;
   auto stream = mx::to_stream(s, mx::Device::cpu);
   std::lock_guard lock(mutex);
   if (stream.device != mx::Device::cpu || known.contains(stream.index)) return;
-  int number = static_cast<int>(known.size()) + 1;
-  mx::scheduler::enqueue(stream, [=] { reinterpret_cast<void (*)(int)>(number_thread)(number); });
+  label_stream(stream, "stream " + std::to_string(known.size() + 1), label_thread);
   known.insert(stream.index);
 }
 
@@ -99,9 +109,12 @@ NB_MODULE(_bridge, m) {
   m.def(
       "raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
       "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
-  m.def("number_stream", &number_stream, "stream"_a.none(), "number_thread"_a,
-        "Calls `number_thread`, the address of void (*)(int), in the thread of a CPU stream, before what it is given "
-        "later: with 1 for the first stream that this function is called with, 2 for the second. Once a stream.");
+  m.def("label_streams", &label_streams, "label_thread"_a,
+        "Calls `label_thread`, the address of void (*)(uint64_t), in the thread of each CPU stream that there is: with "
+        "its number among these.");
+  m.def("number_stream", &number_stream, "stream"_a.none(), "label_thread"_a,
+        "The same in the thread of one CPU stream, before what that is given later: as the first stream that this "
+        "function is called with, or the second. Once a stream.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");

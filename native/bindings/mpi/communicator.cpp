@@ -27,13 +27,13 @@ static OperationFailed* operation_failed;
 static std::atomic<bool> defers_errors;
 static std::atomic<bool> has_reported_error = false;
 
-void open_world(mlxdist_group* group, OperationFailed* failed) {
+void open_world(mlxdist_group* world, OperationFailed* failed) {
   std::lock_guard lock(mutex);
   if (is_open) return;
   operation_failed = failed;
-  ompi_mpi_comm_world.group = group;
-  ompi_mpi_comm_world.rank = mlxdist_group_rank(group);
-  ompi_mpi_comm_world.size = mlxdist_group_size(group);
+  ompi_mpi_comm_world.group = mlxdist_group_stream_lane(world);
+  ompi_mpi_comm_world.rank = mlxdist_group_rank(world);
+  ompi_mpi_comm_world.size = mlxdist_group_size(world);
   owner = OwnerProcess();
   is_open = true;
 }
@@ -73,18 +73,21 @@ static int is_busy() {
 
 static thread_local uint64_t label_of_thread = 0;
 
-static void number_thread(int number) {
-  label_of_thread = mlxdist_label(("stream " + std::to_string(number) + " of mx.distributed").c_str());
-}
+static void label_thread(uint64_t label) { label_of_thread = label; }
 
 mlxdist_call collective_call() {
+  if (label_of_thread == 0) {
+    throw Error(MLXDIST_INVALID_ARGUMENT,
+                "a stream that is newer than mx.distributed.init() cannot be told from others in a function that was "
+                "imported before: call it by its name, mx.distributed.all_sum");
+  }
   mlxdist_call call{};
   call.timeout = -1;
   call.label = label_of_thread;
   return call;
 }
 
-const Shim shim{drain_world, close_world, error_reported, is_busy, number_thread};
+const Shim shim{drain_world, close_world, error_reported, is_busy, label_thread};
 
 MPI_Comm add_communicator(mlxdist_group* group) {
   auto* comm = new Communicator{group, mlxdist_group_rank(group), mlxdist_group_size(group), 0, false};

@@ -22,8 +22,8 @@ struct Communicator {
  * `raises`, tells Python of the error at once, for readers that swallow it (bindings/mlx/errors.h). */
 using OperationFailed = void(int status, const char* text, int raises);
 
-/* Makes ompi_mpi_comm_world the engine's `group`. A second call does nothing. */
-void open_world(mlxdist_group* group, OperationFailed* operation_failed);
+/* Makes ompi_mpi_comm_world the stream lane of the engine's `world`. A second call does nothing. */
+void open_world(mlxdist_group* world, OperationFailed* operation_failed);
 
 /* True once open_world has been called, in this process or the one that it was forked from. */
 bool world_is_open();
@@ -37,8 +37,8 @@ struct Shim {
   void (*close)();
   int (*error_reported)(); /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated */
   int (*is_busy)();        /* 1 while an operation runs */
-  /* In the thread of a stream: collectives in it are those of the stream with this number from now on. */
-  void (*number_thread)(int number);
+  /* In the thread of a stream: collectives in it have this label from now on. */
+  void (*label_thread)(uint64_t label);
 };
 extern const Shim shim;
 
@@ -51,7 +51,7 @@ void free_communicator(MPI_Comm comm);
 /* Destroys the groups of freed communicators on which nothing runs. */
 void destroy_freed();
 
-/* For a collective in this thread. Its label is the stream, if that has a number. */
+/* For a collective in this thread. Its label is the stream; throws if that has none. */
 mlxdist_call collective_call();
 
 /* Runs `operation`, which returns a mlxdist_status or throws an Error, on the group of `comm`. Throws what goes wrong,
