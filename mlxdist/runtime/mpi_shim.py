@@ -204,16 +204,23 @@ def join(shim: int) -> tuple[int, int]:
     group = init()
     mpi_shim = _MpiShim(shim)
     group.add_mpi_shim(mpi_shim)
-    _number_streams(mpi_shim.label_thread)
+    _give_streams(mpi_shim.label_thread)
     _add_sum_scatter()
     return group.connection.group, bridge.operation_failed()
 
 
-def _number_streams(label_thread: int) -> None:
-    """MLX tells the library the thread that an operation runs in, but not which stream of the program that is. Streams
-    have numbers in the order in which collectives for them are built, which is alike on all ranks; so ranks on which
-    two streams run in other orders get a Mismatch. What does not come this way, functions that were imported before
-    and mx.import_function, may use the streams that MLX has now."""
+# The place of the other rank's number among the arguments of MLX's messages.
+_PEERS = {"send": ("dst", 1), "recv": ("src", 2), "recv_like": ("src", 1)}
+
+
+def _give_streams(label_thread: int) -> None:
+    """Operations have their place in the order when the thread of their stream comes to them, and two streams come in
+    another order on each rank. So the collectives of a group have one stream, that of the first one, and so have the
+    messages to a rank and those from it: MLX gives it what is evaluated in that order, which is alike on all ranks.
+
+    What does not come this way, functions that were imported before and mx.import_function, may use the streams that
+    MLX has now; the label of the stream makes another order of these a Mismatch.
+    """
     import mlx.core as mx
 
     from .native import bridge
@@ -221,16 +228,21 @@ def _number_streams(label_thread: int) -> None:
     mx.default_stream(mx.cpu)  # there is none before it is used
     bridge.label_streams(label_thread)
 
-    def numbered(of_mlx: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def in_one_stream(name: str) -> None:
+        of_mlx = getattr(mx.distributed, name)
+        keyword, position = _PEERS.get(name, ("", 0))
+
         @functools.wraps(of_mlx)
-        def collective(*arguments: Any, stream: Any = None, **keywords: Any) -> mx.array:
-            bridge.number_stream(stream, label_thread)
-            return of_mlx(*arguments, stream=stream, **keywords)
+        def operation(*arguments: Any, group: Any = None, stream: Any = None, **keywords: Any) -> mx.array:
+            peer = keywords.get(keyword, *arguments[position : position + 1])
+            way = 2 * peer + (name == "send") if keyword and isinstance(peer, int) else -1
+            stream = bridge.one_stream(group, way, stream, label_thread)
+            return of_mlx(*arguments, group=group, stream=stream, **keywords)
 
-        return collective
+        setattr(mx.distributed, name, operation)
 
-    for name in ("all_sum", "all_max", "all_min", "all_gather"):
-        setattr(mx.distributed, name, numbered(getattr(mx.distributed, name)))
+    for name in ("all_sum", "all_max", "all_min", "all_gather", *_PEERS):
+        in_one_stream(name)
 
 
 def _add_sum_scatter() -> None:

@@ -41,13 +41,25 @@ def accumulates_in_float32() -> None:
 
 
 def two_streams() -> None:
-    """Another order of two streams is an error or right values, never the values of the other stream."""
-    mx.distributed.init()
-    sums_in_another_order(mx.distributed.all_sum, [mx.new_stream(mx.cpu) for _ in range(2)])
+    """Operations have the order in which they are evaluated, whichever stream comes first."""
+    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+    streams = [mx.new_stream(mx.cpu) for _ in range(2)]
+    sums_in_another_order(mx.distributed.all_sum, streams)
+    parts = mx.distributed.init().split(rank % 2)
+    sums_in_another_order(mx.distributed.all_sum, streams, parts)
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for number in range(20):
+        came = []
+        for place, stream in enumerate(streams if number % 2 else streams[::-1]):
+            x = late_if((rank + number) % 2 == place, mx.full((8,), 10.0 * number + place), stream)
+            mx.async_eval(mx.distributed.send(x, to, stream=stream))
+            came.append(mx.distributed.recv((8,), mx.float32, source, stream=streams[(rank + place) % 2]))
+            mx.async_eval(came[-1])
+        assert [one[0].item() for one in came] == [10.0 * number + place for place in range(2)], number
 
 
 def two_streams_imported_before() -> None:
-    """The same where the function is MLX's own, which says no stream; and it does not know newer streams."""
+    """Another order of the streams is an error where the functions are MLX's own; and they know no newer streams."""
     all_sum, streams = mx.distributed.all_sum, [mx.new_stream(mx.cpu) for _ in range(2)]
     size = mx.distributed.init().size()
     assert all_sum(mx.ones((3,))).tolist() == [size] * 3
@@ -56,16 +68,22 @@ def two_streams_imported_before() -> None:
     sums_in_another_order(all_sum, streams)
 
 
-def sums_in_another_order(all_sum: Callable[..., mx.array], streams: list[mx.Stream]) -> None:
-    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+def late_if(late: bool, x: mx.array, stream: mx.Stream) -> mx.array:
+    if not late:
+        return x
+    slow = mx.random.uniform(shape=(200, 200), stream=stream)
+    return mx.add(x, mx.matmul(slow, slow, stream=stream)[0, 0] * 0, stream=stream)
+
+
+def sums_in_another_order(
+    all_sum: Callable[..., mx.array], streams: list[mx.Stream], group: mx.distributed.Group | None = None
+) -> None:
+    rank, size = mx.distributed.init().rank(), (group or mx.distributed.init()).size()
     for number in range(40):
         sums = []
         for place, stream in enumerate(streams):
-            x = mx.full((8,), 2.0 * number + place, stream=stream)
-            if (rank + number) % 2 == place:
-                slow = mx.random.uniform(shape=(200, 200), stream=stream)
-                x = mx.add(x, mx.matmul(slow, slow, stream=stream)[0, 0] * 0, stream=stream)
-            sums.append(all_sum(x, stream=stream))
+            x = late_if((rank + number) % 2 == place, mx.full((8,), 2.0 * number + place, stream=stream), stream)
+            sums.append(all_sum(x, group=group, stream=stream))
             mx.async_eval(sums[-1])
         found = [one[0].item() for one in sums]
         assert found == [(2.0 * number + place) * size for place in range(2)], (number, found)

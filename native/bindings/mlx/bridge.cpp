@@ -6,8 +6,11 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <unordered_set>
 
 #include "mlx/scheduler.h"
@@ -44,14 +47,23 @@ static void label_streams(uintptr_t label_thread) {
     if (stream.device == mx::Device::cpu) label_stream(stream, "CPU stream " + std::to_string(++number), label_thread);
 }
 
-static void number_stream(mx::StreamOrDevice s, uintptr_t label_thread) {
+/* Streams belong to the thread that uses them. A group that is gone may leave its address to a later one, and its stream
+ * with it: any stream will do, if it is one. */
+static mx::Stream one_stream(const std::optional<mx::distributed::Group>& group, int way, mx::StreamOrDevice s,
+                             uintptr_t label_thread) {
   static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, std::thread::id>, mx::Stream> streams;
   static std::unordered_set<int> known;
   auto stream = mx::to_stream(s, mx::Device::cpu);
+  if (stream.device != mx::Device::cpu) return stream; /* which MLX refuses */
+  auto members = group ? *group : mx::distributed::init();
   std::lock_guard lock(mutex);
-  if (stream.device != mx::Device::cpu || known.contains(stream.index)) return;
-  label_stream(stream, "stream " + std::to_string(known.size() + 1), label_thread);
-  known.insert(stream.index);
+  stream = streams.try_emplace({members.raw_group().get(), way, std::this_thread::get_id()}, stream).first->second;
+  if (!known.contains(stream.index)) {
+    label_stream(stream, "stream " + std::to_string(known.size() + 1), label_thread);
+    known.insert(stream.index);
+  }
+  return stream;
 }
 
 /* An error of a stream is raised where its array is evaluated, and one that cannot be waited for has nothing to do. */
@@ -112,9 +124,9 @@ NB_MODULE(_bridge, m) {
   m.def("label_streams", &label_streams, "label_thread"_a,
         "Calls `label_thread`, the address of void (*)(uint64_t), in the thread of each CPU stream that there is: with "
         "its number among these.");
-  m.def("number_stream", &number_stream, "stream"_a.none(), "label_thread"_a,
-        "The same in the thread of one CPU stream, before what that is given later: as the first stream that this "
-        "function is called with, or the second. Once a stream.");
+  m.def("one_stream", &one_stream, "group"_a.none(), "way"_a, "stream"_a.none(), "label_thread"_a,
+        "The CPU stream that this thread's operations of a group and a way have: that of the first one. It is labeled "
+        "as the first stream that this function has returned, or the second.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");
