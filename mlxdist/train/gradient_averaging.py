@@ -19,7 +19,7 @@ from mlxdist.runtime.mesh import Mesh
 
 from .gradient_buckets import Gradient, Plan
 
-__all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "reduced_over"]
+__all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "reduced_over", "with_shards"]
 
 NAME = "value_and_grad"
 Parameters = list[tuple[str, mx.array]]
@@ -120,14 +120,17 @@ class GradientChannel(Channel):
         return mx.distributed.all_sum(array, group=group, stream=self.stream)
 
 
+def with_shards(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with ``reduced_over``, by path."""
+    return {path: module for path, module in model.named_modules() if "reduced_over" in vars(module)}
+
+
 def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
     """The groups over which the gradient that ``mx.grad`` gives for a parameter is the mean already, by its path.
 
     ``reduced_over`` of the innermost module that has it, as those of :func:`fully_shard`.
     """
-    owners = {
-        path: vars(module)["reduced_over"] for path, module in model.named_modules() if "reduced_over" in vars(module)
-    }
+    owners = {path: vars(module)["reduced_over"] for path, module in with_shards(model).items()}
     parameters: Any = tree_flatten(model.trainable_parameters())
     for path, _ in parameters:
         names = path.split(".")

@@ -1,6 +1,7 @@
-"""Terms of a loss that stages of a pipeline would lose, or count more than once."""
+"""Terms of a loss that ranks would not count once: stages of a pipeline, or those that have shards of parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,30 +13,66 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.pipeline import Stage
 
-from .gradient_averaging import NAME
+from .gradient_averaging import NAME, reduced_over, with_shards
 from .model_outputs import outputs_through
 from .stage_terms import collecting
 
-__all__ = ["LostTerms"]
+__all__ = ["LostTerms", "check_shards"]
 
 _RECEIVED, _RETURNED = "(what the stage before sends)", "(what the model returns)"
+
+
+def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
+    """Of a loss that counts by this rank's share of the tokens.
+
+    What a module of :func:`fully_shard`, or of experts, returns is made of all ranks' parts, and so are the gradients
+    of its parts, which are of all tokens. A term that takes a part as it is, such as an L2 penalty, would count by the
+    tokens of the rank that has it.
+
+    Raises:
+        InvalidArgument: the loss has such a term.
+    """
+
+    def returned(probe: mx.array) -> ExitStack:
+        stack = ExitStack()
+        for module in with_shards(model).values():
+            stack.enter_context(outputs_through(module, mx.stop_gradient))
+        return stack
+
+    _refuse_shards(_reached(model, lambda _: loss(), [], returned), _shards(model))
+
+
+def _shards(model: nn.Module) -> set[str]:
+    return {path for path, _ in reduced_over(model)}
+
+
+def _refuse_shards(reached: Sequence[str], shards: Collection[str]) -> None:
+    if found := [path for path in reached if path in shards]:
+        raise InvalidArgument(
+            f"{NAME}: a term of the loss is made of '{found[0]}' itself, of which this rank has a part, and would "
+            "count by this rank's share of the tokens; return the loss without tokens, or take the weight decay of "
+            "the optimizer"
+        )
 
 
 class LostTerms:
     """Walks the graph of a loss backward from the loss, and sees which parameters it reaches. Nothing is computed.
 
-    ``loss_of``: the loss that is differentiated, of what fn returns.
+    ``loss_of``: the loss that is differentiated, of what fn returns; ``is_weighted``: it counts by the rank's share of
+    the tokens.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage, loss_of: Callable[[Any], mx.array]) -> None:
+    def __init__(self, model: nn.Module, stage: Stage, loss_of: Callable[[Any], mx.array], is_weighted: bool) -> None:
         self._model, self._stage, self._loss_of = model, stage, loss_of
+        self._shards = _shards(model) if is_weighted else set()
 
     def check(self, fn: Callable[..., Any], arguments: tuple[tuple, dict[str, Any]], shape: tuple[int, int]) -> None:
         """``fn(*arguments[0], **arguments[1])`` is the loss of a micro-batch of tokens of that shape.
 
         Raises:
             InvalidArgument: the loss has a term that depends on this stage otherwise than by what it sends; or a term
-                of stage_loss is made of what the model returns, or of a parameter that another stage counts.
+                of stage_loss is made of what the model returns, or of a parameter that another stage counts; or of
+                a shard, and counts by tokens.
         """
         stage, call = self._stage, lambda: fn(*arguments[0], **arguments[1])
         for chunk, layers in enumerate(stage.chunks):
@@ -43,9 +80,12 @@ class LostTerms:
             hidden = [
                 mx.zeros((*shape, *passed.shape[1:]), passed.dtype) for passed in stage.boundary(part) if layers.start
             ]
-            if part + 1 < len(stage.plan.ranges):
+            is_last = part + 1 == len(stage.plan.ranges)
+            if not is_last or self._shards:
                 reached = self._reached(partial(self._loss_alone, call, chunk), hidden)
-                if lost := [path for path in reached if path == _RECEIVED or not stage.is_in_last_chunk(path)]:
+                if is_last:
+                    _refuse_shards(reached, self._shards)
+                elif lost := [path for path in reached if path == _RECEIVED or not stage.is_in_last_chunk(path)]:
                     raise InvalidArgument(
                         f"{NAME}: the loss depends on '{lost[0]}' of stage {stage.index} not only by what the model "
                         "returns, and the loss of the last stage would go without that term: add it by "
@@ -57,6 +97,7 @@ class LostTerms:
                     f"{NAME}: a term of stage_loss is made of what the model returns, which only the last stage has; "
                     "add it to the loss itself"
                 )
+            _refuse_shards(reached, self._shards)
             if twice := [path for path in reached if path != _RETURNED and not stage.counts(path, chunk)]:
                 raise InvalidArgument(
                     f"{NAME}: a term of stage_loss depends on '{twice[0]}', which another stage counts, too; take "
@@ -76,28 +117,44 @@ class LostTerms:
         return sum(terms.sums, mx.zeros(()))
 
     def _reached(self, function: Callable[[list[mx.array]], mx.array], hidden: list[mx.array]) -> list[str]:
-        """What the result of a function depends on, in the order of the parameters."""
-        model, tree = self._model, self._model.trainable_parameters()
-        flat: Any = tree_flatten(tree)
-        names = [path for path, _ in flat]
-        found: set[str] = set()
+        def returned(probe: mx.array) -> AbstractContextManager[None]:
+            return outputs_through(self._model, lambda x: mx.stop_gradient(x) + probe.astype(x.dtype))
 
-        def watched(name: str, array: mx.array) -> mx.array:
-            def note(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
-                found.add(name)
-                return cotangents
+        return _reached(self._model, function, hidden, returned)
 
-            return with_gradients(note, [array])[0]
 
-        def run(probe: mx.array, *arrays: mx.array) -> list[mx.array]:
-            probe = watched(_RETURNED, probe)
-            model.update(tree_unflatten([(path, watched(path, x)) for path, x in zip(names, arrays)]))
-            received = [watched(_RECEIVED, x) for x in arrays[len(names) :]]
-            with outputs_through(model, lambda x: mx.stop_gradient(x) + probe.astype(x.dtype)):
-                return [function(received).astype(mx.float32).sum()]
+def _reached(
+    model: nn.Module,
+    function: Callable[[list[mx.array]], mx.array],
+    hidden: list[mx.array],
+    returned: Callable[[mx.array], AbstractContextManager[Any]],
+) -> list[str]:
+    """What the result of a function depends on, in the order of the parameters. Within ``returned``, what modules
+    return is made of the given array, or constant. Random numbers go on as if the function had not been called."""
+    tree = model.trainable_parameters()
+    random_state: Any = mx.random.state
+    high, low = random_state[0].tolist()
+    flat: Any = tree_flatten(tree)
+    names = [path for path, _ in flat]
+    found: set[str] = set()
 
-        try:
-            mx.vjp(run, [mx.zeros(()), *(array for _, array in flat), *hidden], [mx.ones(())])
-        finally:
-            model.update(tree)
-        return [name for name in (*names, _RECEIVED, _RETURNED) if name in found]
+    def watched(name: str, array: mx.array) -> mx.array:
+        def note(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
+            found.add(name)
+            return cotangents
+
+        return with_gradients(note, [array])[0]
+
+    def run(probe: mx.array, *arrays: mx.array) -> list[mx.array]:
+        probe = watched(_RETURNED, probe)
+        model.update(tree_unflatten([(path, watched(path, x)) for path, x in zip(names, arrays)]))
+        received = [watched(_RECEIVED, x) for x in arrays[len(names) :]]
+        with returned(probe):
+            return [function(received).astype(mx.float32).sum()]
+
+    try:
+        mx.vjp(run, [mx.zeros(()), *(array for _, array in flat), *hidden], [mx.ones(())])
+    finally:
+        model.update(tree)
+        mx.random.seed(high << 32 | low)
+    return [name for name in (*names, _RECEIVED, _RETURNED) if name in found]

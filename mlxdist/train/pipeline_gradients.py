@@ -75,9 +75,10 @@ class PipelineGradients(StepGradients):
         self._terms = len(terms.sums)
         # What passes between stages besides activations: the sums of these terms, (1, 1, terms).
         self._totals: Boundary = (Passed("", -1, (1, self._terms), mx.float32),) if self._terms else ()
-        if is_new:
-            LostTerms(self._averaging.model, self._stage, self._weighted).check(self._fn, parts[0], self._shape)
         self._is_weighted, self._values = isinstance(value, tuple), [value] * self._count
+        if is_new:
+            lost = LostTerms(self._averaging.model, self._stage, self._weighted, self._is_weighted)
+            lost.check(self._fn, parts[0], self._shape)
         self._inputs = [micro_batches.arrays_of(part) for part in parts]
         parameters: Any = tree_flatten(tree)
         self._parameters = list(parameters)

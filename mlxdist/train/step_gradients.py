@@ -22,6 +22,7 @@ from mlxdist.runtime.native import bridge
 from . import micro_batches
 from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, reduced_over
 from .gradient_buckets import sum_dtype
+from .lost_terms import check_shards
 from .model_outputs import outputs_through
 
 __all__ = ["Part", "StepGradients"]
@@ -85,6 +86,9 @@ class StepGradients:
         """The first micro-batch; the numbers of the gradients in the order in which they are ready, if it is new."""
         self._noted = [] if is_new else None
         self._first = self._differentiate(0, tree, parts[0])
+        if is_new and self._is_weighted and self._averaging.has_shards:
+            args, kwargs = parts[0]
+            check_shards(self._averaging.model, lambda: self._weighted(self._fn(*args, **kwargs)))
         noted, self._noted = self._noted or [], None
         never = set(range(len(self._first))).difference(noted)  # of what the loss does not depend on: at once
         return [*sorted(never), *noted]

@@ -408,6 +408,46 @@ def accumulated() -> None:
         require_equal(model, reference)
 
 
+def terms_of_shards() -> None:
+    """A penalty of the parameters: right without tokens, and an error with them, by which it would count."""
+
+    def loss(model: nn.Module, tokens: mx.array, targets: mx.array) -> mx.array:
+        squares = sum(array.square().sum() for _, array in tree_flatten(model.trainable_parameters()))
+        return loss_of(model, tokens, targets) + 0.01 * squares
+
+    def weighted(model: nn.Module, tokens: mx.array, targets: mx.array) -> tuple[mx.array, int]:
+        return loss(model, tokens, targets), targets.size
+
+    (model, reference), (tokens, targets) = pair(), batch(1)
+    fully_shard(model.layers[1])
+    fully_shard(model)
+    _, gradients = value_and_grad(model, loss)(model, mine(tokens), mine(targets))
+    _, whole = nn.value_and_grad(reference, loss)(reference, tokens, targets)
+    for path, cut in cuts(model).items():
+        found = dict(tree_flatten(gradients))[path]
+        assert mx.allclose(found, cut.take(dict(tree_flatten(whole))[path]), rtol=1e-4, atol=1e-5).item(), path
+    with pytest.raises(mlxdist.InvalidArgument, match=r"a term of the loss is made of '.*' itself"):
+        value_and_grad(model, weighted)(model, mine(tokens), mine(targets))
+
+
+def random_numbers_of_a_first_step() -> None:
+    """What is looked for in the first step takes no random numbers from what comes later."""
+    model, _ = pair()
+    fully_shard(model)
+    seen = []
+
+    def loss(model: nn.Module, tokens: mx.array, targets: mx.array) -> tuple[mx.array, int, mx.array]:
+        noise = mx.random.uniform()
+        return loss_of(model, tokens, targets) * noise, targets.size, noise
+
+    step = value_and_grad(model, loss, accumulate=2)
+    for seed in (1, 1):
+        mx.random.seed(5)
+        (_, _, noises), _ = step(model, *(mine(array) for array in batch(seed, rows=2)))
+        seen.append([noise.item() for noise in noises])
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1], seen
+
+
 def left_out() -> None:
     """Stage 1 reduces with the last micro-batch, so it has to call what others have."""
     model, calls = Even(), []

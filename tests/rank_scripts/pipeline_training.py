@@ -178,6 +178,14 @@ def with_sharded_optimizer(name, checkpointed=""):
                 np.testing.assert_allclose(
                     np.array(array), np.array(where[path].take(wanted[path])), rtol=1e-4, atol=2e-5, err_msg=path
                 )
+
+    def penalized(model, *batch):
+        loss, tokens = default_loss(model, *batch)
+        squares = sum((p * p).sum() for _, p in tree_flatten(model.stage.trainable_parameters()))
+        return loss + stage_loss(model, squares), tokens
+
+    with pytest.raises(mlxdist.InvalidArgument, match="is made of '.*' itself, of which this rank has a part"):
+        value_and_grad(model, penalized, mesh=mesh, accumulate=4)(model, *share(batch, mesh))
     for stage in (2, 3):
         other = staged(name, mesh)
         fully_shard(other, mesh=mesh, stage=stage)

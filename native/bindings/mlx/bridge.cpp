@@ -47,8 +47,8 @@ static void label_streams(uintptr_t label_thread) {
     if (stream.device == mx::Device::cpu) label_stream(stream, "CPU stream " + std::to_string(++number), label_thread);
 }
 
-/* Streams belong to the thread that uses them. A group that is gone may leave its address to a later one, and its stream
- * with it: any stream will do, if it is one. */
+/* Streams belong to the thread that uses them. A group that is gone may leave its address to a later one, and its
+ * stream with it: any stream will do, if it is one. */
 static mx::Stream one_stream(const std::optional<mx::distributed::Group>& group, int way, mx::StreamOrDevice s,
                              uintptr_t label_thread) {
   static std::mutex mutex;
