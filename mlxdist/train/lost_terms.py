@@ -25,9 +25,8 @@ _RECEIVED, _RETURNED = "(what the stage before sends)", "(what the model returns
 def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
     """Of a loss that counts by this rank's share of the tokens.
 
-    What a module of :func:`fully_shard`, or of experts, returns is made of all ranks' parts, and so are the gradients
-    of its parts, which are of all tokens. A term that takes a part as it is, such as an L2 penalty, would count by the
-    tokens of the rank that has it.
+    A module of :func:`fully_shard` computes with all ranks' parts, whose gradients are of all tokens then. A term that
+    takes a part as it is, such as an L2 penalty, would count by the tokens of the rank that has it.
 
     Raises:
         InvalidArgument: the loss has such a term.
@@ -36,7 +35,7 @@ def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
     def returned(probe: mx.array) -> ExitStack:
         stack = ExitStack()
         for module in with_shards(model).values():
-            stack.enter_context(outputs_through(module, mx.stop_gradient))
+            stack.enter_context(module._unit.with_constants())
         return stack
 
     _refuse_shards(_reached(model, lambda _: loss(), [], returned), _shards(model))

@@ -93,6 +93,7 @@ class Unit:
         self.ranks = channel.size * (replicas.size if replicas else 1)
         self._runs = False
         self._is_checkpointed = self._has_recomputed = False
+        self._constants: tuple[Sequence[Slot], Arrays] = [], []
         self._order: Callable[[], UnitOrder | None] = lambda: None  # of the last call of the model that it is in
         # What a module with others inside does with a parameter of its own is not one operation: it stays gathered.
         self.leaves: dict[int, tuple[nn.Module, list[tuple[int, int, Slot]]]] = {}
@@ -106,6 +107,20 @@ class Unit:
         """``method(module, *args, **kwargs)`` with the full parameters."""
         if self._runs:  # a module of this unit that contains itself, or calls the unit's module
             return method(module, *args, **kwargs)
+        with _placed(*self._constants):
+            return self._call(module, method, args, kwargs)
+
+    @contextmanager
+    def with_constants(self) -> Iterator[None]:
+        """Within, calls take the parameters as constants, of which there are no gradients."""
+        slots = self._slots()
+        self._constants = slots, [mx.stop_gradient(slot.array) for slot in slots]
+        try:
+            yield
+        finally:
+            self._constants = [], []
+
+    def _call(self, module: nn.Module, method: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> Tree:
         order, recomputes = UnitOrder.current.get(), False
         if outermost := order is None:
             # The unit of a model that is called by itself, when the model has been: mx.checkpoint calls it once more.
