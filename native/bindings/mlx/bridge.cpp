@@ -47,8 +47,12 @@ static void label_streams(uintptr_t label_thread) {
     if (stream.device == mx::Device::cpu) label_stream(stream, "CPU stream " + std::to_string(++number), label_thread);
 }
 
-/* Streams belong to the thread that uses them. A group that is gone may leave its address to a later one, and its
- * stream with it: any stream will do, if it is one. */
+static bool is_own(const mx::distributed::Group& group) {
+  return dynamic_cast<Group*>(group.raw_group().get()) != nullptr;
+}
+
+/* Streams belong to the thread that uses them. mlxdist's own groups need no such order. A group that is gone may leave
+ * its address to a later one, and its stream with it: any stream will do, if it is one. */
 static mx::Stream one_stream(const std::optional<mx::distributed::Group>& group, int way, mx::StreamOrDevice s,
                              uintptr_t label_thread) {
   static std::mutex mutex;
@@ -57,6 +61,7 @@ static mx::Stream one_stream(const std::optional<mx::distributed::Group>& group,
   auto stream = mx::to_stream(s, mx::Device::cpu);
   if (stream.device != mx::Device::cpu) return stream; /* which MLX refuses */
   auto members = group ? *group : mx::distributed::init();
+  if (is_own(members)) return stream;
   std::lock_guard lock(mutex);
   stream = streams.try_emplace({members.raw_group().get(), way, std::this_thread::get_id()}, stream).first->second;
   if (!known.contains(stream.index)) {
@@ -144,10 +149,7 @@ NB_MODULE(_bridge, m) {
   m.def("traces", &traces, "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_directories", &set_own_directories, "mlxdist"_a, "mlx"_a,
         "Frames of files in these directories, whose names end with a slash, are not the program's.");
-  m.def(
-      "is_own",
-      [](const mx::distributed::Group& group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
-      "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
+  m.def("is_own", &is_own, "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
   m.def(
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
