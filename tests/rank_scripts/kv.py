@@ -306,10 +306,10 @@ def lost_sender():
     """One of two senders dies while its part of the cache is expected."""
     both = Sides("2x1", "1x1")
     model = both.place(tiny_models.build("qwen3"))
-    cache = prefilled(model, "plain")
-    if rank == 1:
-        os._exit(9)
-    with pytest.raises(mlxdist.PeerLost):
+    with pytest.raises(mlxdist.PeerLost):  # the other sender may be in the last collective of the cache still
+        cache = prefilled(model, "plain")
+        if rank == 1:
+            os._exit(9)
         both.transfer(cache, model)
 
 
