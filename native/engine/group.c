@@ -5,7 +5,6 @@
 #include "operation.h"
 #include "topology.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 void group_free(mlxdist_group *group) {
@@ -71,14 +70,6 @@ int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_
   else
     *result = group;
   return status;
-}
-
-struct group_name group_name(uint16_t id) {
-  struct group_name name = {""};
-  id &= (uint16_t)~GROUP_INTERNAL;
-  if (id == GROUP_STREAM_LANE) return (struct group_name){" in mx.distributed"};
-  if (id) snprintf(name.text, sizeof name.text, " in group %u", id);
-  return name;
 }
 
 int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }

@@ -69,12 +69,6 @@ static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t 
   return group && id & GROUP_INTERNAL ? group->internal : group;
 }
 
-/* " in group 2", " in mx.distributed", or "" for the world. */
-struct group_name {
-  char text[24];
-};
-struct group_name group_name(uint16_t id);
-
 /* See label.h. Most groups have one thread that calls operations. */
 static inline uint64_t label_of_call(mlxdist_group* group, uint64_t text, uint64_t place) {
   bool only = atomic_load_explicit(&group->threads_seen, memory_order_relaxed) == 1 &&

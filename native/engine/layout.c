@@ -1,6 +1,7 @@
 #include "layout.h"
 
 #include "error.h"
+#include "group.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -78,5 +79,13 @@ struct layout_name layout_name(const struct wire_descriptor *descriptor, uint64_
   for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
     n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);
   if ((size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, "]");
+  return name;
+}
+
+struct group_name group_name(uint16_t id) {
+  struct group_name name = {""};
+  id &= (uint16_t)~GROUP_INTERNAL;
+  if (id == GROUP_STREAM_LANE) return (struct group_name){" in mx.distributed"};
+  if (id) snprintf(name.text, sizeof name.text, " in group %u", id);
   return name;
 }

@@ -53,3 +53,9 @@ struct layout_name {
   char text[192];
 };
 struct layout_name layout_name(const struct wire_descriptor* descriptor, uint64_t sequence);
+
+/* " in group 2", " in mx.distributed", or "" for the world. */
+struct group_name {
+  char text[24];
+};
+struct group_name group_name(uint16_t id);
