@@ -19,7 +19,7 @@ from mlxdist.runtime.mesh import Mesh
 
 from .gradient_buckets import Gradient, Plan
 
-__all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "reduced_over", "with_shards"]
+__all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "paths_of_shards", "with_shards"]
 
 NAME = "value_and_grad"
 Parameters = list[tuple[str, mx.array]]
@@ -89,7 +89,7 @@ class Averaging:
         most = agree(NAME, self.everyone, None, {}, [elements]).max()
         self.unit_of_tokens = float(2 ** int(most).bit_length())
         self.is_context_parallel = is_context_parallel(self.model)
-        self.has_shards = any(True for _ in reduced_over(self.model))
+        self.has_shards = bool(paths_of_shards(self.model))
         return found
 
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
@@ -137,6 +137,11 @@ def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
         prefixes = (".".join(names[:length]) for length in range(len(names) - 1, -1, -1))
         if (owner := next((prefix for prefix in prefixes if prefix in owners), None)) is not None:
             yield path, owners[owner]
+
+
+def paths_of_shards(model: nn.Module) -> set[str]:
+    """The trainable parameters of which this rank has a part, as :func:`fully_shard` makes them."""
+    return {path for path, _ in reduced_over(model)}
 
 
 def _described(parameters: Parameters) -> list[tuple]:

@@ -13,7 +13,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.pipeline import Stage
 
-from .gradient_averaging import NAME, reduced_over, with_shards
+from .gradient_averaging import NAME, paths_of_shards, with_shards
 from .model_outputs import outputs_through
 from .stage_terms import collecting
 
@@ -23,7 +23,7 @@ _RECEIVED, _RETURNED = "(what the stage before sends)", "(what the model returns
 
 
 def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
-    """Of a loss that counts by this rank's share of the tokens.
+    """Checks that no term takes a shard as it is, in a loss that counts by this rank's share of the tokens.
 
     A module of :func:`fully_shard` computes with all ranks' parts, whose gradients are of all tokens then. A term that
     takes a part as it is, such as an L2 penalty, would count by the tokens of the rank that has it.
@@ -38,11 +38,7 @@ def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
             stack.enter_context(module._unit.with_constants())
         return stack
 
-    _refuse_shards(_reached(model, lambda _: loss(), [], returned), _shards(model))
-
-
-def _shards(model: nn.Module) -> set[str]:
-    return {path for path, _ in reduced_over(model)}
+    _refuse_shards(_reached(model, lambda _: loss(), [], returned), paths_of_shards(model))
 
 
 def _refuse_shards(reached: Sequence[str], shards: Collection[str]) -> None:
@@ -63,7 +59,7 @@ class LostTerms:
 
     def __init__(self, model: nn.Module, stage: Stage, loss_of: Callable[[Any], mx.array], is_weighted: bool) -> None:
         self._model, self._stage, self._loss_of = model, stage, loss_of
-        self._shards = _shards(model) if is_weighted else set()
+        self._shards = paths_of_shards(model) if is_weighted else set()
 
     def check(self, fn: Callable[..., Any], arguments: tuple[tuple, dict[str, Any]], shape: tuple[int, int]) -> None:
         """``fn(*arguments[0], **arguments[1])`` is the loss of a micro-batch of tokens of that shape.
@@ -128,8 +124,9 @@ def _reached(
     hidden: list[mx.array],
     returned: Callable[[mx.array], AbstractContextManager[Any]],
 ) -> list[str]:
-    """What the result of a function depends on, in the order of the parameters. Within ``returned``, what modules
-    return is made of the given array, or constant. Random numbers go on as if the function had not been called."""
+    """Lists what the result of a function depends on, in the order of the parameters. Within ``returned``, modules
+    compute with constants, or return what is made of the given array. Random numbers go on as if the function had not
+    been called."""
     tree = model.trainable_parameters()
     random_state: Any = mx.random.state
     high, low = random_state[0].tolist()

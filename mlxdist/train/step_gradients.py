@@ -20,7 +20,7 @@ from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.native import bridge
 
 from . import micro_batches
-from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, reduced_over
+from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, paths_of_shards
 from .gradient_buckets import sum_dtype
 from .lost_terms import check_shards
 from .model_outputs import outputs_through
@@ -155,7 +155,7 @@ class StepGradients:
         if not isinstance(value, tuple) or self._averaging.is_context_parallel:
             return {place: array for place, (_, array) in gradients.items()}
         counts = _tokens(value[1]) > 0
-        shards = {path for path, _ in reduced_over(self._averaging.model)}
+        shards = paths_of_shards(self._averaging.model)
         return {
             place: array if path in shards else mx.where(counts, array, mx.zeros((), array.dtype))
             for place, (path, array) in gradients.items()

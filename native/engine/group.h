@@ -39,13 +39,14 @@ struct mlxdist_group {
   struct engine* engine;
   uint16_t id; /* 0: the world. Two groups with the same id have no two members in common */
   int32_t rank, size;
-  struct group_peer* peers;                      /* one per member */
-  int32_t* members;                              /* their ranks in the world */
-  int32_t* member_of;                            /* of each rank of the world its number here, -1 for others */
-  int32_t* ring;                                 /* the members in the order of the links, NULL if these make no ring */
-  bool fully_connected;                          /* a link joins every two members */
-  atomic_bool usable;                            /* this rank is connected to all of them */
-  struct group_counters own_counters, *counters; /* the stream lane counts in those of the world */
+  struct group_peer* peers; /* one per member */
+  int32_t* members;         /* their ranks in the world */
+  int32_t* member_of;       /* of each rank of the world its number here, -1 for others */
+  int32_t* ring;            /* the members in the order of the links, NULL if these make no ring */
+  bool fully_connected;     /* a link joins every two members */
+  atomic_bool usable;       /* this rank is connected to all of them */
+  struct group_counters own_counters;
+  struct group_counters* counters; /* its own; of the stream lane those of the world */
   struct places collectives;
   _Atomic uint64_t collectives_ended;
   uint64_t messages_issued;

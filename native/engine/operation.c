@@ -199,8 +199,8 @@ int operation_issue(struct operation *operation) {
   engine->handles_in_progress += operation->handled;
   operation->number = ++engine->operations;
   if (!operation_is_collective(operation)) operation->sequence = ++group->messages_issued;
-  debug(DEBUG_TRACE, "operation", "starts %s%s%s%s", layout_name(&operation->sends, operation->sequence).text,
-        group_name(group->id).text, operation->call_site[0] ? ", " : "", operation->call_site);
+  debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", layout_name(&operation->sends, operation->sequence).text,
+        group->id & ~GROUP_INTERNAL, operation->call_site[0] ? ", " : "", operation->call_site);
   int status = issue_places(operation);
   for (int i = 0; i < operation->out.count && !status; i++) issue_out(&operation->out.list[i]);
   for (int i = 0, round = 0; i < operation->in.count && !status; i++) {
@@ -250,8 +250,9 @@ void operation_end(struct operation *operation, int status) {
   uint64_t now = clock_ns();
   if (!status) meeting_heard(operation, now);
   count(&counters->operation_ns, now - operation->started_ns);
-  debug(DEBUG_TRACE, "operation", "ends %s%s after %.6f s%s", layout_name(&operation->sends, operation->sequence).text,
-        group_name(operation->group->id).text, (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
+  debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s",
+        layout_name(&operation->sends, operation->sequence).text, operation->group->id & ~GROUP_INTERNAL,
+        (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
   flight_recorder_add(&engine->flight_recorder, operation, status, now);
   operation->status = status;
   bool handled = operation->handled; /* else it may be gone once `ended` is set */

@@ -63,10 +63,12 @@ static int create_groups(struct engine *engine, mlxdist_group **world) {
   int status = group_new(engine, 0, members, engine->size, world);
   if (status) return status;
   status = group_new(engine, GROUP_STREAM_LANE, members, engine->size, &lane);
-  if (status)
-    group_free(*world);
-  else
+  if (!status) {
     lane->counters = (*world)->counters;
+  } else {
+    group_free(*world);
+    *world = 0;
+  }
   return status;
 }
 
@@ -80,12 +82,8 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   struct engine *engine;
   status = engine_new(rank, size, options, &progress_callbacks, &engine);
   if (status) return status;
-  mlxdist_group *world;
-  status = create_groups(engine, &world);
-  if (status)
-    engine_free(engine);
-  else
-    *result = world;
+  status = create_groups(engine, result);
+  if (status) engine_free(engine);
   return status;
 }
 

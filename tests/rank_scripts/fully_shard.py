@@ -431,7 +431,7 @@ def terms_of_shards() -> None:
 
 
 def random_numbers_of_a_first_step() -> None:
-    """What is looked for in the first step takes no random numbers from what comes later."""
+    """The first step, which also looks for terms of shards, draws the random numbers that a later one draws."""
     model, _ = pair()
     fully_shard(model)
     seen = []

@@ -190,8 +190,8 @@ def shapes(cache):
 
 
 def bytes_of_sides(senders, receivers, name):
-    """What a receiver needs is sent once, whichever rank has it; besides, a pair of ranks has descriptions of the model
-    and of each layer."""
+    """The senders send once what a receiver needs, whichever of them has it. Besides, each pair of ranks exchanges
+    descriptions of the model and of each layer."""
     both = Sides(senders, receivers)
     model = both.place(tiny_models.build(name))
     cache = prefilled(model, "plain")
@@ -306,10 +306,14 @@ def lost_sender():
     """One of two senders dies while its part of the cache is expected."""
     both = Sides("2x1", "1x1")
     model = both.place(tiny_models.build("qwen3"))
-    with pytest.raises(mlxdist.PeerLost):  # the other sender may be in the last collective of the cache still
-        cache = prefilled(model, "plain")
-        if rank == 1:
-            os._exit(9)
+    cache = prefilled(model, "plain")
+    mx.eval([layer.state for layer in cache])
+    if rank == 0:  # or the other sender would be missed in the last collective of this one's cache
+        mlxdist.send(np.zeros(1), 1)
+    if rank == 1:
+        mlxdist.recv((1,), np.float64, 0)
+        os._exit(9)
+    with pytest.raises(mlxdist.PeerLost):
         both.transfer(cache, model)
 
 
