@@ -320,7 +320,9 @@ class _Pass:
             with _placed(slots, arrays[len(inputs) :]):
                 args, kwargs = put_back(arrays[: len(inputs)])
                 results, put_result = _traced_in(method(leaf, *args, **kwargs))
-            return results
+            # None where all that the leaf takes is constant, or what it returns has no gradient: MLX 0.32 takes the
+            # stream of the first one, unasked.
+            return results or [mx.zeros(())]
 
         def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
             if self._again is None:

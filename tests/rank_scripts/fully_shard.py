@@ -204,6 +204,42 @@ def low_rank_adapters() -> None:
         if size > 1:
             frozen = [array for path, array in tree_flatten(model.parameters()) if path not in adapters]
             assert all(array.ndim == 1 for array in frozen)
+        # With a batch that is no argument of the function, what comes before the first adapter has no gradient at all.
+        tokens, targets = (mine(array) for array in batch(9))
+        _, expected = nn.value_and_grad(model, loss_of)(model, tokens, targets)
+        _, found = nn.value_and_grad(model, lambda: loss_of(model, tokens, targets))()
+        expected, found = dict(tree_flatten(expected)), dict(tree_flatten(found))
+        assert all(mx.allclose(found[path], array, rtol=1e-4, atol=1e-5).item() for path, array in expected.items())
+        counted = value_and_grad(model, lambda model, *batch: (loss_of(model, *batch), 12))
+        averages = dict(tree_flatten(counted(model, tokens, targets)[1]))
+        assert all(mx.allclose(averages[path], array, rtol=1e-4, atol=1e-5).item() for path, array in expected.items())
+
+
+class Routed(nn.Module):
+    """A router that returns which of the outputs each row takes, and no scores."""
+
+    class Router(nn.Module):
+        def __init__(self, dims: int) -> None:
+            super().__init__()
+            self.weight = mx.random.normal((dims, 2))
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return mx.argmax(x @ self.weight, axis=-1, keepdims=True)
+
+    def __init__(self, dims: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, dims)
+        self.router, self.first, self.second = self.Router(dims), nn.Linear(dims, 17), nn.Linear(dims, 17)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        x = self.embed(tokens)
+        return mx.where(self.router(x) == 0, self.first(x), self.second(x))
+
+
+def results_without_gradients() -> None:
+    reference, model = pair(Routed)
+    fully_shard(model)
+    train(model, reference)
 
 
 def models_of_mlx_lm() -> None:

@@ -3,7 +3,15 @@
 import pytest
 
 CHECKS = ["like_one_process", "bytes_on_the_wire", "frozen_bytes", "refused", "accumulated", "terms_of_shards"]
-LONG = ["random_numbers_of_a_first_step", "blocks_alone", "left_out", "compiled", "checkpointed", "compute_dtypes"]
+LONG = [
+    "random_numbers_of_a_first_step",
+    "blocks_alone",
+    "left_out",
+    "compiled",
+    "checkpointed",
+    "compute_dtypes",
+    "results_without_gradients",
+]
 MODELS = ["low_rank_adapters", "models_of_mlx_lm"]
 
 
