@@ -1,7 +1,7 @@
 """Terms of a loss that ranks would not count once: stages of a pipeline, or those that have shards of parameters."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.pipeline import Stage
+from mlxdist.runtime.native import bridge
 
 from .gradient_averaging import NAME, paths_of_shards, with_shards
 from .model_outputs import outputs_through
@@ -32,13 +33,11 @@ def check_shards(model: nn.Module, loss: Callable[[], mx.array]) -> None:
         InvalidArgument: the loss has such a term.
     """
 
-    def returned(probe: mx.array) -> ExitStack:
-        stack = ExitStack()
+    with ExitStack() as stack:
         for module in with_shards(model).values():
             stack.enter_context(module._unit.with_constants())
-        return stack
-
-    _refuse_shards(_reached(model, lambda _: loss(), [], returned), paths_of_shards(model))
+        reached = _reached(model, lambda _: loss(), [], lambda probe: nullcontext())
+    _refuse_shards(reached, paths_of_shards(model))
 
 
 def _refuse_shards(reached: Sequence[str], shards: Collection[str]) -> None:
@@ -125,8 +124,7 @@ def _reached(
     returned: Callable[[mx.array], AbstractContextManager[Any]],
 ) -> list[str]:
     """Lists what the result of a function depends on, in the order of the parameters. Within ``returned``, modules
-    compute with constants, or return what is made of the given array. Random numbers go on as if the function had not
-    been called."""
+    return what is made of the given array. Random numbers go on as if the function had not been called."""
     tree = model.trainable_parameters()
     random_state: Any = mx.random.state
     high, low = random_state[0].tolist()
@@ -136,7 +134,8 @@ def _reached(
 
     def watched(name: str, array: mx.array) -> mx.array:
         def note(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
-            found.add(name)
+            if not all(_is_zero(cotangent) for cotangent in cotangents):
+                found.add(name)
             return cotangents
 
         return with_gradients(note, [array])[0]
@@ -154,3 +153,9 @@ def _reached(
         model.update(tree)
         mx.random.seed(high << 32 | low)
     return [name for name in (*names, _RECEIVED, _RETURNED) if name in found]
+
+
+def _is_zero(cotangent: mx.array) -> bool:
+    """Whether it is zero whatever the loss: MLX's, of an argument of mx.checkpoint or another custom function that the
+    result does not depend on."""
+    return bridge.is_constant(cotangent) and not cotangent.any().item()

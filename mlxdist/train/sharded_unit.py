@@ -112,9 +112,9 @@ class Unit:
 
     @contextmanager
     def with_constants(self) -> Iterator[None]:
-        """Within, calls take the parameters as constants, of which there are no gradients."""
+        """Within, calls take the parameters that are there now, as constants."""
         slots = self._slots()
-        self._constants = slots, [mx.stop_gradient(slot.array) for slot in slots]
+        self._constants = slots, [slot.array for slot in slots]
         try:
             yield
         finally:
@@ -381,6 +381,10 @@ class _Pass:
         that no more than two units' are on their way.
         """
         unit = self.unit
+        # What mx.checkpoint has computed once more, inside the unit, has left full parameters there.
+        for flat, shards in zip(unit.flats, self.shards):
+            for slot, shard in zip(flat.slots, shards):
+                slot.put(shard)
         packed, sums, gradients = [], [], []
         for flat, arrays in zip(flats, fulls):
             vector = unit.accumulate(id(flat), flat.pack(arrays))

@@ -276,13 +276,23 @@ def checkpointed() -> None:
         fully_shard(model)
         if when == "after":
             grad_checkpoint(model.layers[0])
-        _, gradients = nn.value_and_grad(model, loss_of)(model, mine(tokens), mine(targets))
-        mx.eval(gradients)
-        expected = dict(tree_flatten(whole))
-        layout = cuts(model)
-        for path, gradient in tree_flatten(gradients):
-            want = layout[path].take(expected[path])
-            assert mx.allclose(gradient, want, rtol=1e-5, atol=1e-6).item(), (when, path)
+        expected, layout = dict(tree_flatten(whole)), cuts(model)
+
+        def counted(model: nn.Module, *parts: mx.array) -> tuple[mx.array, int]:
+            return loss_of(model, *parts), 12
+
+        for step in (nn.value_and_grad(model, loss_of), value_and_grad(model, counted)):
+            _, gradients = step(model, mine(tokens), mine(targets))
+            mx.eval(gradients)
+            for path, gradient in tree_flatten(gradients):
+                want = layout[path].take(expected[path])
+                assert mx.allclose(gradient, want, rtol=1e-5, atol=1e-6).item(), (when, path)
+
+        def penalized(model: nn.Module, *parts: mx.array) -> tuple[mx.array, int]:
+            return loss_of(model, *parts) + model.layers[0].up.weight.square().sum(), 12
+
+        with pytest.raises(mlxdist.InvalidArgument, match="a term of the loss is made of 'layers.0.up.weight'"):
+            value_and_grad(model, penalized)(model, mine(tokens), mine(targets))
 
 
 def compiled() -> None:

@@ -85,6 +85,15 @@ static void wait_for_cpu_streams() {
 }
 
 /* MLX says it only of an array: one that is always a tracer is seen as such while there is something to trace. */
+/* Whether an array is made of numbers that are known, and of no more than a few operations. */
+static bool is_constant(const mx::array& array, int& operations) {
+  if (array.size() == 1 && array.status() == mx::array::Status::available) return true;
+  if (!array.has_primitive() || operations-- == 0) return false;
+  for (const auto& input : array.inputs())
+    if (!is_constant(input, operations)) return false;
+  return true;
+}
+
 static bool traces() {
   static const mx::array* probe = [] {
     auto* array = new mx::array(0.0f); /* never freed: MLX may be gone when the process ends */
@@ -153,6 +162,9 @@ NB_MODULE(_bridge, m) {
   m.def(
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
+  m.def(
+      "is_constant", [](const mx::array& array) { int operations = 32; return is_constant(array, operations); },
+      "array"_a, "Whether an array is made of numbers that are known, and of no more than a few operations.");
   m.def(
       "fill_call",
       [](uintptr_t address, double timeout, uint64_t label) {
