@@ -10,6 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from mlxdist.nn.interception import become, restore
+
 from .base.errors import InvalidArgument, NonFinite
 from .nn.rank_checks import agreed
 from .runtime.arguments import group_of
@@ -82,7 +84,7 @@ class NanGuard:
                 self._names[id(module)] = path or type(model).__name__
                 self._modules.append(module)
                 kind = type(module)
-                module.__class__ = kinds.setdefault(kind, self._observed(kind))
+                become(module, kinds.setdefault(kind, self._observed(kind)))
 
     def check(self) -> None:
         """Ends a step. After one that was observed the ranks compare what they have found: one ``all_min`` of 8 bytes.
@@ -116,7 +118,7 @@ class NanGuard:
         """Restores the classes of the modules. A second call does nothing."""
         for module in self._modules:
             if "_nan_guard" in vars(type(module)):
-                module.__class__ = type(module).__bases__[0]
+                restore(module)
         self._modules, self._activations, self._collects = [], [], False
         self._names.clear()
         self._recent.clear()

@@ -25,8 +25,8 @@ from mlx_lm import cli, utils
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
+from mlxdist.nn.models.load import load_sharded
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.runtime.default_group import init
 from mlxdist.runtime.ops import broadcast
 from mlxdist.serve.stop_words import AnswerText, Sections

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import reference_moe as reference
 
 import mlxdist
-from mlxdist.nn.experts import Placement, combine, dispatch
+from mlxdist.nn.expert_parallel import Placement, combine, dispatch
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
 from mlxdist.nn.tensor_parallel.row_parallel import RowParallelLinear
 from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy

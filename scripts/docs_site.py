@@ -17,9 +17,9 @@ from mkdocs.structure.files import File, Files
 import mlxdist
 from mlxdist import lm, nn, train
 from mlxdist.base.environment import VARIABLES
-from mlxdist.nn import experts
+from mlxdist.nn import expert_parallel
 
-PACKAGES = [mlxdist, nn, experts, train, lm]
+PACKAGES = [mlxdist, nn, expert_parallel, train, lm]
 ROOT = Path(__file__).parents[1]
 # Pages of the site that are files of the repository outside docs/.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

@@ -14,8 +14,8 @@ from typing import Any
 
 from mlxdist._built import MAX_RANKS
 
+from .batch_systems import scheduler_rank
 from .errors import EnvironmentVariableError
-from .schedulers import scheduler_rank
 
 __all__ = [
     "ALGORITHMS",
@@ -262,7 +262,7 @@ class Environment:
         "transport of the soft provider: auto, shm or tcp", "auto", _one_of(SOFT_TRANSPORTS), "auto"
     )
     inject_faults: str | None = _of_user(
-        "faults of the soft provider, for tests: a list as in soft/faults.h", "none", _faults
+        "faults of the soft provider, for tests: a list as in native/providers/soft/fault_injection.h", "none", _faults
     )
     tuning_file: str | None = _of_user(
         "rank 0: file of the tuning table, or none", "~/.config/mlxdist/tuning.json", _file

@@ -194,7 +194,7 @@ def _is_first_rank() -> bool:
 
 def _to_checkpoint(source: Path, target: Path, name: str) -> dict[str, Any]:
     from mlxdist.base.safetensors_reader import Checkpoint
-    from mlxdist.nn.sharding.load.weight_sources import open_model
+    from mlxdist.nn.models.load.weight_sources import open_model
     from mlxdist.train.checkpoint import Checkpoints
 
     open_model(Checkpoint(source))  # what is wrong with it, before anything is read
@@ -210,7 +210,7 @@ def _to_model(source: Path, target: Path, like: str, name: str, step: int | None
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.base.model_directory import model_directory
     from mlxdist.base.safetensors_reader import Checkpoint
-    from mlxdist.nn.sharding.load.weight_sources import open_model
+    from mlxdist.nn.models.load.weight_sources import open_model
     from mlxdist.train.checkpoint import Checkpoints
 
     base = model_directory(like)

@@ -19,7 +19,7 @@ from mlxdist.launch.backends import Backend, choose
 from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
-from mlxdist.launch.plan import Plan
+from mlxdist.launch.plan import LaunchPlan
 from mlxdist.launch.run import run
 from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
@@ -101,7 +101,7 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
     os._exit(status)
 
 
-def _preflight(plan: Plan, selection: HostSelection, options: Options) -> int:
+def _preflight(plan: LaunchPlan, selection: HostSelection, options: Options) -> int:
     """What --preflight finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
@@ -153,7 +153,7 @@ def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
         raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
 
 
-def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
+def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> LaunchPlan:
     on, given = selection.hostfile, options.variables()
     settings = (options.starting_port, options.nccl_port, options.connections, options.verbose)
     backend = choose(options.backend, on, options.ranks, *settings)
@@ -182,7 +182,7 @@ def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, co
         check_fast_synch(variables, max(host.slots for host in backend.hosts))
     elif on is None:  # an agent knows what else its host sets
         check_fast_synch(variables, ranks)
-    return Plan(
+    return LaunchPlan(
         ranks=ranks,
         command=command,
         variables=variables,
@@ -243,7 +243,7 @@ def _for_mpirun(
     return variables, words
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: LaunchPlan) -> None:
     """What --dry-run prints."""
     labels = plan.labels()
     for rank in plan.numbers:

@@ -103,7 +103,7 @@ def _measured(
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.cluster.hostfile.parsing import read
     from mlxdist.cluster.hostfile.rank_shares import speeds
-    from mlxdist.nn.sharding.measured_shares import slowest_of_columns
+    from mlxdist.nn.layout.measured_shares import slowest_of_columns
 
     found = read(hostfile)
     tp = found.ranks // ep if tp is None else tp
@@ -116,8 +116,8 @@ def _measured(
 
 def _plan(path: Path, tp: int, ep: int, rank_shares: list[float] | None) -> Any:
     from mlxdist.base.safetensors_reader import Checkpoint
-    from mlxdist.nn.sharding.load.weight_sources import open_model
-    from mlxdist.nn.sharding.plan import plan_shards
+    from mlxdist.nn.models.load.weight_sources import open_model
+    from mlxdist.nn.models.plan import plan_shards
 
     model, _, _ = open_model(Checkpoint(path))
     return plan_shards(model, tp, ep, rank_shares=rank_shares)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from ..base.errors import InvalidArgument, Mismatch, located
 from ..runtime.group import Group
-from .messages import INVALID, hear, tell
+from .messages import INVALID, recv_json, send_json
 
 __all__ = ["answer", "attempt", "no_cache", "propose"]
 
@@ -23,11 +23,11 @@ def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: G
         InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one.
     """
     for peer in peers:
-        tell({"problem": _problem(refusal, group), "said": said}, peer, group)
-    problems, answers = _hear_all(peers, group)
+        send_json({"problem": _problem(refusal, group), "said": said}, peer, group)
+    problems, answers = _recv_all(peers, group)
     problem = next(filter(None, problems), None)
     for peer in peers:
-        tell(problem, peer, group)
+        send_json(problem, peer, group)
     _raise(problem, refusal)
     return answers
 
@@ -41,7 +41,7 @@ def answer(
         InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one, or ``decide`` raises one. Another
             exception of it, by what is no message of :func:`propose`, is a Mismatch.
     """
-    problems, said = _hear_all(peers, group)
+    problems, said = _recv_all(peers, group)
     problem, answers = next(filter(None, [_problem(refusal, group), *problems]), None), [None] * len(peers)
     if problem is None:
         try:
@@ -52,8 +52,8 @@ def answer(
             refusal = error
         problem = _problem(refusal, group)
     for peer, one in zip(peers, answers, strict=True):
-        tell({"problem": problem, "said": one}, peer, group)
-    _raise(next(filter(None, [hear(peer, group) for peer in peers]), None), refusal)
+        send_json({"problem": problem, "said": one}, peer, group)
+    _raise(next(filter(None, [recv_json(peer, group) for peer in peers]), None), refusal)
     return answers
 
 
@@ -70,12 +70,12 @@ def no_cache(ranks: str, error: Exception) -> Mismatch:
     return Mismatch(f"kv: what {ranks} sends is no prompt cache of this mlx-lm: {error!r}")
 
 
-def _hear_all(peers: Sequence[int], group: Group) -> tuple[list[Any], list[Any]]:
-    heard = [(peer, hear(peer, group)) for peer in peers]
-    for peer, one in heard:
+def _recv_all(peers: Sequence[int], group: Group) -> tuple[list[Any], list[Any]]:
+    received = [(peer, recv_json(peer, group)) for peer in peers]
+    for peer, one in received:
         if not isinstance(one, dict) or one.keys() != {"problem", "said"}:
             raise no_cache(f"rank {peer}", ValueError(f"{one!r:.100}"))
-    return [one["problem"] for _, one in heard], [one["said"] for _, one in heard]
+    return [one["problem"] for _, one in received], [one["said"] for _, one in received]
 
 
 def _problem(refusal: Exception | None, group: Group) -> list[str] | None:

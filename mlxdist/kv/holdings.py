@@ -13,11 +13,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..base.errors import InvalidArgument
-from ..nn.pipeline.layers import is_cache, leaves, with_methods
-from ..nn.sharding.cut import Cut
-from ..nn.sharding.cuts import cuts
-from ..nn.sharding.plan import patterns
-from ..nn.sharding.plan.block import attribute, children, first, join_path
+from ..nn.interception import with_methods
+from ..nn.layout.cut import Cut
+from ..nn.layout.modules import children, join_path
+from ..nn.models.cuts import cuts
+from ..nn.models.plan import patterns
+from ..nn.models.plan.block import attribute, first
+from ..nn.pipeline_parallel.layers import is_cache, leaves
 from .states import CACHES, described, parts_of, split, widths_of
 
 __all__ = ["Held", "holdings"]

@@ -12,7 +12,7 @@ from ..runtime.point_to_point import recv as recv_array
 from ..runtime.point_to_point import send as send_array
 from .states import DTYPES
 
-__all__ = ["INVALID", "Receives", "Sends", "hear", "tell"]
+__all__ = ["INVALID", "Receives", "Sends", "recv_json", "send_json"]
 
 # A description has a few hundred bytes for each layer.
 MAX_DESCRIPTION_BYTES = 1 << 24
@@ -23,14 +23,14 @@ INVALID = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, 
 _stream = mx.new_thread_local_stream(mx.cpu)
 
 
-def tell(value: Any, dst: int, group: Group) -> None:
-    """Sends a value of JSON to rank ``dst``, which calls :func:`hear`."""
+def send_json(value: Any, dst: int, group: Group) -> None:
+    """Sends a value of JSON to rank ``dst``, which calls :func:`recv_json`."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     send_array(np.array([text.size], np.int64), dst, group=group)
     send_array(text, dst, group=group)
 
 
-def hear(src: int, group: Group) -> Any:
+def recv_json(src: int, group: Group) -> Any:
     """The value of JSON that rank ``src`` sends.
 
     Raises:

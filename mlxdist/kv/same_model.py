@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..base.errors import InvalidArgument
-from ..nn.sharding.plan.block import source_of
+from ..nn.layout.modules import source_of
 
 __all__ = ["described_model", "require_same_model"]
 

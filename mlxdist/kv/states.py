@@ -12,7 +12,7 @@ from mlx_lm.models import cache as caches_of_mlx_lm
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from ..base.errors import InvalidArgument
-from ..nn.sharding.plan.parameters import dtype_name
+from ..nn.layout.modules import dtype_name
 
 __all__ = [
     "CACHES",

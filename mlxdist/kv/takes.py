@@ -8,7 +8,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from ..base.errors import InvalidArgument
-from ..nn.sharding.plan.parameters import runs_of
+from ..nn.models.plan.parameters import runs_of
 from .holdings import Held
 from .offers import Offer, Offers, alike, not_of_model
 from .states import DTYPES, is_array, split

@@ -29,7 +29,7 @@ from .restarts import name_of_start
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import LaunchPlan
 
 __all__ = ["HostsJob", "address_for_others"]
 
@@ -46,7 +46,13 @@ class HostsJob:
     """A context manager: on leaving it, nothing of the job is left on any host that can be reached."""
 
     def __init__(
-        self, plan: "Plan", hostfile: Hostfile, name: str, restart: int, wakeup: Wakeup, say: Callable[[str], None]
+        self,
+        plan: "LaunchPlan",
+        hostfile: Hostfile,
+        name: str,
+        restart: int,
+        wakeup: Wakeup,
+        say: Callable[[str], None],
     ) -> None:
         """``plan``: its variables are set for all ranks, besides what their host sets."""
         self.job = name_of_start(name, restart)

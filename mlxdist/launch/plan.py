@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
     from .nodes import Nodes
     from .options import Options
 
-__all__ = ["Plan"]
+__all__ = ["LaunchPlan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What is to be run. Without a hostfile: on this machine, where ``directory`` and ``ssh_config`` play no part.
 
     ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With

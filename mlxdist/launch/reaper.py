@@ -35,7 +35,7 @@ LOST_DOMAINS = (
 )
 
 
-class Group:
+class ProcessGroup:
     """The process group of a rank whose leader has ended or has to."""
 
     def __init__(self, number: int, grace: float, first_pause: float) -> None:
@@ -68,7 +68,7 @@ class Reaper:
         self._directory = directory
         self._grace = grace
         self._living: set[int] = set()
-        self._ending: dict[int, Group] = {}
+        self._ending: dict[int, ProcessGroup] = {}
         self.orderly = False  # the launcher has said that the job is over
         self.killed = 0  # groups that SIGTERM did not end
 
@@ -96,7 +96,7 @@ class Reaper:
             # From now on its number may go to another process once the group is empty: end it now, then forget it.
             group = -int(line)
             self._living.discard(group)
-            self._ending[group] = Group(group, self._grace, NATURAL_END)
+            self._ending[group] = ProcessGroup(group, self._grace, NATURAL_END)
 
     def _step(self) -> None:
         living = _with_living_members(self._ending)
@@ -108,7 +108,7 @@ class Reaper:
     def finish(self) -> int:
         """Ends what is left, removes the directories, and returns how many ranks still ran."""
         running = len(self._living)
-        self._ending.update((number, Group(number, self._grace, 0)) for number in self._living)
+        self._ending.update((number, ProcessGroup(number, self._grace, 0)) for number in self._living)
         while self._ending:
             self._step()
             if self._ending:
@@ -176,7 +176,7 @@ def _remove_job_directory(directory: str) -> None:
             continue
 
 
-def _with_living_members(groups: dict[int, Group]) -> set[int]:
+def _with_living_members(groups: dict[int, ProcessGroup]) -> set[int]:
     existing = set()
     for group in groups:
         try:

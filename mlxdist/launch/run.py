@@ -20,7 +20,7 @@ from .exit_status import Ending
 from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, start_with_pipes, usual_grace
 from .output import Output
-from .plan import Plan
+from .plan import LaunchPlan
 from .restarts import Follower, run_with_restarts
 from .standard_input import StandardInput
 from .supervisor import Supervisor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
 __all__ = ["run"]
 
 
-def run(plan: Plan, follower: Follower | None = None) -> int:
+def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
     """Returns the exit status.
 
     Raises:
@@ -116,7 +116,7 @@ def _make_logs(directory: Path) -> None:
         raise ResourceError(f"--log-dir: {directory} is a link of another user; name the directory that it leads to")
 
 
-def _launcher_directory(plan: Plan, name: str) -> JobDirectory | None:
+def _launcher_directory(plan: LaunchPlan, name: str) -> JobDirectory | None:
     """What shows the job where no rank of it runs here: on other hosts, or in the pause before a restart."""
     hosts: list[HostRanks] = []
     if plan.hostfile is not None and not plan.by_mpirun:
@@ -130,7 +130,7 @@ def _launcher_directory(plan: Plan, name: str) -> JobDirectory | None:
     return JobDirectory(job, name + LAUNCHER)
 
 
-def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
+def _local_job(plan: LaunchPlan, name: str, restart: int) -> LocalJob:
     grace = usual_grace(sys.platform == "darwin") if plan.options.grace_period is None else plan.options.grace_period
     stdin, backend, nodes = plan.options.stdin, plan.backend, plan.nodes
     where: dict[str, Any] = {"port": backend.rendezvous_port}
@@ -163,7 +163,7 @@ def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
     return job
 
 
-def _of_plan(plan: Plan, ending: Ending) -> Ending:
+def _of_plan(plan: LaunchPlan, ending: Ending) -> Ending:
     """Its closing line names the node or mpirun, where it is about one of them."""
     text = ending.text
     if plan.by_mpirun:
@@ -173,7 +173,7 @@ def _of_plan(plan: Plan, ending: Ending) -> Ending:
     return replace(ending, text=text)
 
 
-def _start(job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan) -> LocalRank | RemoteRank:
+def _start(job: LocalJob | HostsJob, rank: int, output: Output | None, plan: LaunchPlan) -> LocalRank | RemoteRank:
     start: Callable[[int, int, int], LocalRank | RemoteRank] = job.start
     try:
         if output is None:

@@ -1,11 +1,29 @@
-"""Model parallelism: layers, and full models, of which every rank holds a shard."""
+"""Model parallelism: layers, and full models, of which every rank holds a shard.
 
-from mlxdist.nn.sharding.load import load_sharded
-from mlxdist.nn.sharding.plan import shard_model
+models/             plans, loading and verification of full models; context_parallel/, pipeline_parallel/, split_block/,
+                    expert_parallel/, tensor_parallel/: what they are made of; layout/: the ground of all
+equal_inputs.py     what the ranks that share a model compare of its arguments
+adapters_of_rows.py adapters_of_rows
+mappings.py         copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region,
+                    scatter_to_tensor_parallel_region, gather_from_tensor_parallel_region,
+                    gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+interception.py     the one way in which a module gets other methods; rank_checks.py: one error on all ranks
+"""
+
+from mlxdist.nn.models.load import load_sharded
+from mlxdist.nn.models.plan import shard_model
 from mlxdist.nn.split_block import submissions
 
-from .context import context_parallel, gather_sequence, prefill, ring_attention, shard_sequence, ulysses_attention
-from .experts import ExpertParallelSwitchGLU
+from .adapters_of_rows import adapters_of_rows
+from .context_parallel import (
+    context_parallel,
+    gather_sequence,
+    prefill,
+    ring_attention,
+    shard_sequence,
+    ulysses_attention,
+)
+from .expert_parallel import ExpertParallelSwitchGLU
 from .mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -14,9 +32,12 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from .pipeline import (
+from .models.pipeline_batch_generator import PipelineBatchGenerator
+from .models.plan import Plan, Shard, plan_shards
+from .models.split_model import SplitModel
+from .models.verify import Verification, verify
+from .pipeline_parallel import (
     Action,
-    PipelineBatchGenerator,
     Schedule,
     Stage,
     StagePlan,
@@ -25,12 +46,9 @@ from .pipeline import (
     pipeline_schedule,
     plan_stages,
 )
-from .sharding.plan import Plan, Shard, plan_shards
-from .sharding.verify import Verification, verify
-from .split_block import SplitBlock, SplitModel, Submissions
+from .split_block import SplitBlock, Submissions
 from .tensor_parallel.column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
 from .tensor_parallel.lora import LoRALinear
-from .tensor_parallel.multi_lora import adapters_of_rows
 from .tensor_parallel.parallel_attention import ParallelAttention
 from .tensor_parallel.parallel_mlp import ParallelMLP
 from .tensor_parallel.row_parallel import QuantizedRowParallelLinear, RowParallelLinear

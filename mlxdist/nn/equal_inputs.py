@@ -22,7 +22,8 @@ import mlx.nn as nn
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 
-from .tensor_parallel.multi_lora import given_adapters
+from .adapters_of_rows import given_adapters
+from .interception import become
 
 __all__ = ["compare_inputs", "inputs_of", "require_equal"]
 
@@ -38,7 +39,8 @@ def compare_inputs(model: M, group: Group) -> M:
     """Makes ``model(...)`` compare its arrays over the ranks of ``group``, in place."""
     if group.size() > 1:
         shared: Any = model
-        shared._input_group, shared.__class__ = group, _comparing(type(model))
+        shared._input_group = group
+        become(shared, _comparing(type(model)))
     return model
 
 

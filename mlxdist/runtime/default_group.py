@@ -5,8 +5,8 @@ import socket
 import threading
 
 from mlxdist.base import errors
+from mlxdist.base.batch_systems import reject_launchers
 from mlxdist.base.environment import Environment
-from mlxdist.base.schedulers import reject_launchers
 
 from . import at_exit, flight_recorder
 from .group import Group

@@ -48,7 +48,7 @@ class Tuning:
     """Sections of the file.
 
     Attributes:
-        expert_links: by provider and number of ranks, as `mlxdist.nn.experts.policy.Link` takes them.
+        expert_links: by provider and number of ranks, as `mlxdist.nn.expert_parallel.LinkCosts` takes them.
     """
 
     algorithms: list[Row] = field(default_factory=list)

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import _BaseCache, make_prompt_cache
 
-from mlxdist.nn.pipeline.stage import Stage, stage_of
-from mlxdist.nn.tensor_parallel.multi_lora import adapters_of_rows
+from mlxdist.nn.adapters_of_rows import adapters_of_rows
+from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
 
 __all__ = ["AdaptedModel", "AdapterCache", "adapter_of", "prompt_cache"]
 

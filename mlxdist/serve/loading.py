@@ -11,14 +11,14 @@ from mlx import nn
 from mlx.utils import tree_reduce
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.models.load import LoadReport, load_sharded
+from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.load import LoadReport, load_sharded
-from mlxdist.nn.split_block.split_model import SplitModel
 from mlxdist.runtime.group import Group
 
 from .adapters import AdaptedModel
 from .options import ServeOptions
-from .placement import Placement, show
+from .placement import ModelPlacement, show
 from .quantized_cache import quantize_caches
 from .scheduler import say
 from .speculation import DraftedModel
@@ -27,7 +27,7 @@ from .vocabulary import VocabParallelModel
 __all__ = ["load"]
 
 
-def load(options: ServeOptions, directory: Path, placement: Placement, group: Group) -> tuple[Any, Any]:
+def load(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> tuple[Any, Any]:
     """The model, as mlx-lm's generators call it, and its tokenizer. Collective.
 
     Raises:
@@ -88,7 +88,7 @@ def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport]
         return load_sharded(path, alone, on_report=on_report)
 
 
-def _load_split(directory: Path, placement: Placement, group: Group) -> tuple[nn.Module, Any]:
+def _load_split(directory: Path, placement: ModelPlacement, group: Group) -> tuple[nn.Module, Any]:
     """A `SplitModel`, which is made of a model without shards and compared with it."""
     start = time.perf_counter()
     reports: list[LoadReport] = []

@@ -13,19 +13,19 @@ from rich.table import Table
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import Checkpoint
-from mlxdist.nn.pipeline import StagePlan, plan_stages
+from mlxdist.base.tables import size
+from mlxdist.nn.layout.measured_shares import RankShares, resolve, resolve_stages
+from mlxdist.nn.models.load import LoadReport
+from mlxdist.nn.models.load.blobs import broadcast_blob
+from mlxdist.nn.models.load.weight_sources import open_model
+from mlxdist.nn.models.plan import Plan, plan_shards
+from mlxdist.nn.pipeline_parallel import StagePlan, plan_stages
 from mlxdist.nn.rank_checks import agreed, texts
-from mlxdist.nn.sharding.load import LoadReport
-from mlxdist.nn.sharding.load.blobs import broadcast_blob
-from mlxdist.nn.sharding.load.weight_sources import open_model
-from mlxdist.nn.sharding.measured_shares import RankShares, resolve, resolve_stages
-from mlxdist.nn.sharding.plan import Plan, plan_shards
-from mlxdist.nn.sharding.plan.table import size
 from mlxdist.runtime.group import Group
 
 from .scheduler import say
 
-__all__ = ["Layout", "Placement", "place", "show"]
+__all__ = ["Layout", "ModelPlacement", "place", "show"]
 
 Grid = tuple[int, int, int]  # tp, ep, pp
 
@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ModelPlacement:
     """What :func:`load_sharded` needs to know, the same on all ranks.
 
     Attributes:
@@ -86,7 +86,7 @@ class Placement:
         return max(map(self.plan.bytes, range(self.plan.ranks))) / self.plan.full_bytes
 
 
-def place(directory: Path, group: Group, layout: Layout) -> Placement:
+def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
     """What rank 0 plans, on all ranks. Collective. Only rank 0 reads ``directory``, and no weights.
 
     Raises:
@@ -99,10 +99,10 @@ def place(directory: Path, group: Group, layout: Layout) -> Placement:
             model, _, _ = open_model(Checkpoint(directory))
             document = _planned(model, group.size(), layout).to_json()
     shards, stages, reason = json.loads(broadcast_blob(document.encode(), group))
-    return Placement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)
+    return ModelPlacement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)
 
 
-def show(placement: Placement, report: LoadReport, group: Group) -> None:
+def show(placement: ModelPlacement, report: LoadReport, group: Group) -> None:
     """Rank 0 prints which rank holds what. Collective: one all_gather."""
     rows = texts(f"{socket.gethostname()}\n{report.bytes_held}\n{report.seconds:.1f}", group)
     if group.rank() != 0:
@@ -120,12 +120,12 @@ def show(placement: Placement, report: LoadReport, group: Group) -> None:
     Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False).print(table)
 
 
-def _planned(model: nn.Module, ranks: int, layout: Layout) -> Placement:
+def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
     """As it is given. Otherwise tensor parallelism, experts on their ranks, or stages: the first with which the rank
     that holds most saves half of what equal parts of the weights would save; or else the one that saves most."""
     if layout.plan is not None:
         return _of_file(model, ranks, layout)
-    found: list[Placement] = []
+    found: list[ModelPlacement] = []
     refused: list[str] = []
     for grid in (grids := _grids(ranks, layout)):
         columns, rows = _shares(layout.rank_shares, *grid)
@@ -140,7 +140,7 @@ def _planned(model: nn.Module, ranks: int, layout: Layout) -> Placement:
                 raise InvalidArgument(f"serve: {_name(grid)}: {error}") from error
             refused.append(f"{_name(grid)}: {error}")
             continue
-        found.append(Placement(plan, stage_plan, "; ".join(refused)))
+        found.append(ModelPlacement(plan, stage_plan, "; ".join(refused)))
         if len(grids) == 1 or found[-1].most <= (1 + 1 / ranks) / 2:
             return found[-1]
         refused.append(f"{_name(grid)}: a rank would hold {found[-1].most:.0%} of the weights")
@@ -175,7 +175,7 @@ def _shares(given: RankShares | None, tp: int, ep: int, pp: int) -> tuple[RankSh
     return columns, rows
 
 
-def _of_file(model: nn.Module, ranks: int, layout: Layout) -> Placement:
+def _of_file(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
     if (layout.tp, layout.ep, layout.rank_shares) != (None, None, None):
         raise InvalidArgument("serve: the plan has its tp, ep and rank shares; leave out --tp, --ep and --rank-shares")
     try:
@@ -185,7 +185,7 @@ def _of_file(model: nn.Module, ranks: int, layout: Layout) -> Placement:
             f"serve: --plan must be a file with what `mlxdist shard --json` prints: {type(error).__name__}: {error}"
         ) from error
     stages = ranks // plan.ranks if layout.pipeline else 1
-    return Placement(plan, plan_stages(model, stages) if stages > 1 else None)
+    return ModelPlacement(plan, plan_stages(model, stages) if stages > 1 else None)
 
 
 def _name(grid: Grid) -> str:

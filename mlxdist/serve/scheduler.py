@@ -1,4 +1,4 @@
-"""Rank 0: which requests wait, run and end. The other ranks get its decisions and nothing else."""
+"""Continuous batching: rank 0 decides which requests wait, run and end. The other ranks get its decisions alone."""
 
 import bisect
 import itertools

@@ -33,13 +33,13 @@ from mlxdist.base.validation import (
     read_bounded,
     strict_json,
 )
-from mlxdist.nn.sharding.load.blobs import broadcast_blob, gather_blobs
-from mlxdist.nn.sharding.load.weight_checks import fingerprint
+from mlxdist.nn.models.load.blobs import broadcast_blob, gather_blobs
+from mlxdist.nn.models.load.weight_checks import fingerprint
 from mlxdist.runtime.group import Group
 from mlxdist.version import __version__
 
 from .decisions import MAX_PROMPT, SEGMENTS
-from .placement import Placement
+from .placement import ModelPlacement
 from .prefix_cache import PrefixCache
 from .quantized_cache import loaded_caches
 from .scheduler import say
@@ -92,7 +92,7 @@ class Snapshot:
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
 
-    def load(self, cache: PrefixCache, directory: Path, placement: Placement, options: str) -> None:
+    def load(self, cache: PrefixCache, directory: Path, placement: ModelPlacement, options: str) -> None:
         """Puts the sequences that all ranks can read in ``cache``. Collective.
 
         Others are ignored, on all ranks, and rank 0 prints why. So is a snapshot of another model than that in rank 0's

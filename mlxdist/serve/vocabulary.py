@@ -21,7 +21,7 @@ from mlx_lm.server import SamplingArguments
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn import ParallelLMHead, VocabParallelSampler
-from mlxdist.nn.partition import join, shard_slice, split_sizes
+from mlxdist.nn.layout.partition import join, shard_slice, split_sizes
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather
 from mlxdist.runtime.ordering import Order

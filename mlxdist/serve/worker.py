@@ -17,10 +17,10 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.server import _make_logits_processors
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
-from mlxdist.nn.pipeline import PipelineBatchGenerator
-from mlxdist.nn.pipeline.stage import stage_of
-from mlxdist.nn.sharding.plan.block import source_of
-from mlxdist.nn.split_block.split_model import SplitModel
+from mlxdist.nn.layout.modules import source_of
+from mlxdist.nn.models.pipeline_batch_generator import PipelineBatchGenerator
+from mlxdist.nn.models.split_model import SplitModel
+from mlxdist.nn.pipeline_parallel.stage import stage_of
 
 from .adapters import AdaptedModel, adapter_of, prompt_cache
 from .decisions import Admission, Decisions

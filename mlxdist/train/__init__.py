@@ -1,13 +1,30 @@
-"""Training over several ranks."""
+"""Training over several ranks.
+
+trainer.py                the loop of `mlxdist train`; config.py, model.py, preflight.py, report.py: what it is made of
+value_and_grad.py         value_and_grad: gradients of a step, averaged over the ranks
+gradient_accumulation.py  a step of several micro-batches; step_gradients.py, pipeline_gradients.py: by a schedule
+data_parallel.py          average_gradients, all_reduce_grads
+fully_shard/              fully_shard: ZeRO 1, 2 and 3
+mixed_precision.py        MixedPrecision: training in 16 bits; loss_scaling.py: the scale of the loss; rounding.py
+clip_grad_norm.py         clip_grad_norm
+stage_terms.py            stage_loss: terms of a loss that a stage adds; lost_terms.py: those that would be lost
+batches.py                Batches: which rows a rank takes; datasets.py: load_dataset
+seeds.py                  Seeds: random numbers by step
+schedules.py              BatchRampUp, warm_up, linear_scaling, sqrt_scaling
+checkpoint/               Checkpoints: saved by all ranks, loaded by any number of them
+control.py                Control, Decision: stop, save and skip on all ranks alike
+gradient_guard.py         GradientGuard; loss_alarm.py: LossAlarm
+throughput.py             Throughput; flops.py: FlopsPerToken, flops_per_token
+"""
 
 from .batches import Batches
 from .checkpoint import Checkpoints
-from .clipping import clip_grad_norm
+from .clip_grad_norm import clip_grad_norm
 from .control import Control, Decision
 from .data_parallel import all_reduce_grads, average_gradients
 from .datasets import load_dataset
 from .flops import FlopsPerToken, flops_per_token
-from .fully_sharded import fully_shard
+from .fully_shard.fully_shard import fully_shard
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
@@ -15,7 +32,7 @@ from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
 from .seeds import Seeds
 from .stage_terms import stage_loss
 from .throughput import Throughput
-from .training_step import value_and_grad
+from .value_and_grad import value_and_grad
 
 __all__ = [
     "BatchRampUp",

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.partition import require_counts, shard_slice, split_sizes
+from mlxdist.nn.layout.measured_shares import RankShares
+from mlxdist.nn.layout.partition import require_counts, shard_slice, split_sizes
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.measured_shares import RankShares
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh

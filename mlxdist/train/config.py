@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import Check, flag, list_of, number, one_of, plain_text, positive, read_bounded
-from mlxdist.nn.pipeline.schedule import SCHEDULES
+from mlxdist.nn.pipeline_parallel.schedule import SCHEDULES
 
 __all__ = [
     "CHANGES",

@@ -13,7 +13,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ordering import Order
 
-from .gradient_buckets import DEFAULT_BUCKET_BYTES, Gradient, Plan, check_reduce_dtype
+from .gradient_buckets import DEFAULT_BUCKET_BYTES, BucketPlan, Gradient, check_reduce_dtype
 
 __all__ = ["all_reduce_grads", "average_gradients"]
 
@@ -95,10 +95,10 @@ all_reduce_grads = average_gradients
 @lru_cache(maxsize=64)
 def _planned(
     gradients: tuple[Gradient, ...], all_reduce_size: int, reduce_dtype: mx.Dtype | None, weighted: bool
-) -> tuple[Plan, int]:
+) -> tuple[BucketPlan, int]:
     """With its structure. By path: two ranks may have built their dicts in different orders."""
     order = sorted(range(len(gradients)), key=lambda number: gradients[number].path)
-    plan = Plan(gradients, order, all_reduce_size, reduce_dtype)
+    plan = BucketPlan(gradients, order, all_reduce_size, reduce_dtype)
     return plan, plan.structure(weighted)
 
 

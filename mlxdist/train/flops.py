@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 
 __all__ = ["FlopsPerToken", "flops_by_length", "flops_per_token", "vocabulary_size"]
 

@@ -9,15 +9,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.context.model import is_context_parallel
-from mlxdist.nn.pipeline.stage import stage_of
+from mlxdist.nn.context_parallel.context_parallel import is_context_parallel
+from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed, described
-from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.channel import Channel
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
-from .gradient_buckets import Gradient, Plan
+from .gradient_buckets import BucketPlan, Gradient
 
 __all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "paths_of_shards", "with_shards"]
 
@@ -40,7 +40,7 @@ class Averaging:
         self.model, self.everyone = model, everyone
         self.ranks = everyone if mesh is None else mesh.group  # that call
         self.alike = everyone if mesh is None else mesh.without("pp")  # that hold the same layers
-        self.plan: Plan | None = None
+        self.plan: BucketPlan | None = None
         self.axes, self._mesh = axes, mesh
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
         self._structures: dict[tuple, int] = {}
@@ -95,12 +95,12 @@ class Averaging:
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
         """Makes the plan, of rank 0's order. Collective."""
         order = agree(NAME, self.everyone, None, {}, order)[0].tolist()
-        self.plan = Plan(gradients, order, self._all_reduce_size, self._reduce_dtype)
+        self.plan = BucketPlan(gradients, order, self._all_reduce_size, self._reduce_dtype)
         self._structures.clear()
         self._known = _described(parameters)
 
     def structure(self, over: tuple[str, ...], is_weighted: bool) -> int:
-        """Of the messages: :meth:`Plan.structure`."""
+        """Of the messages: :meth:`BucketPlan.structure`."""
         if (over, is_weighted) not in self._structures:
             assert self.plan is not None
             self._structures[over, is_weighted] = self.plan.structure(is_weighted, over=over)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
-from mlxdist.nn.pipeline import Stage
+from mlxdist.nn.pipeline_parallel import Stage
 from mlxdist.runtime.native import bridge
 
 from .gradient_averaging import NAME, paths_of_shards, with_shards

@@ -18,13 +18,12 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_min
 
+from .loss_scaling import LossScale, check_loss_scale, first_state, next_state
 from .rounding import round_stochastically
 
 __all__ = ["MixedPrecision"]
 
 _DTYPES = (mx.bfloat16, mx.float16)
-_FIRST_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24
-_STEPS_TO_GROW = 2000  # without an overflow, as in arXiv:1710.03740
 
 
 class MixedPrecision(optim.Optimizer):
@@ -72,7 +71,7 @@ class MixedPrecision(optim.Optimizer):
         optimizer: optim.Optimizer,
         dtype: mx.Dtype = mx.bfloat16,
         masters: Literal[True, "kahan", "stochastic"] = True,
-        loss_scale: float | Literal["dynamic"] | None = None,
+        loss_scale: LossScale = None,
         state_dtype: mx.Dtype | None = None,
         group: Group | None = None,
         seed: int = 0,
@@ -87,8 +86,7 @@ class MixedPrecision(optim.Optimizer):
         self._is_dynamic = loss_scale == "dynamic"
         self._state = {"step": mx.array(0, mx.uint64), "optimizer": optimizer.state, "masters": {}}
         if loss_scale is not None:
-            scale = _FIRST_SCALE if loss_scale == "dynamic" else float(loss_scale)
-            self._state |= {"loss_scale": mx.array(scale), "good_steps": mx.array(0), "skipped": mx.array(0)}
+            self._state |= first_state(loss_scale)
 
     def init(self, parameters: Any) -> None:
         """Makes the state for parameters: a tree of arrays, or a model, whose parameters then get ``dtype``.
@@ -232,14 +230,8 @@ class MixedPrecision(optim.Optimizer):
         flat: Any = tree_flatten(gradients)
         finite = mx.stack([mx.array(True), *(mx.isfinite(gradient).all() for _, gradient in flat)]).all()
         finite = all_min(finite.astype(mx.int32), group=self._group) > 0
-        state = self._state
         _put(self.optimizer.state, lambda path, array: mx.where(finite, array, before.get(path, array)))
-        good = mx.where(finite, state["good_steps"] + 1, 0)
-        state["skipped"] = state["skipped"] + mx.where(finite, 0, 1)
-        if self._is_dynamic:
-            grown = mx.where(good >= _STEPS_TO_GROW, state["loss_scale"] * 2, state["loss_scale"])
-            state["loss_scale"] = mx.clip(mx.where(finite, grown, state["loss_scale"] / 2), 1.0, _LARGEST_SCALE)
-        state["good_steps"] = mx.where(good >= _STEPS_TO_GROW, 0, good)
+        self._state |= next_state(self._state, finite, self._is_dynamic)
         pick = lambda old, new: {path: mx.where(finite, array, old.get(path, array)) for path, array in new.items()}
         return pick(*parameters), pick(*masters)
 
@@ -254,11 +246,7 @@ def _check(optimizer: Any, dtype: Any, masters: Any, loss_scale: Any, state_dtyp
         raise InvalidArgument(f"MixedPrecision: dtype must be mx.bfloat16 or mx.float16, not {dtype}")
     if masters is not True and masters not in ("kahan", "stochastic"):
         raise InvalidArgument(f"MixedPrecision: masters must be True, 'kahan' or 'stochastic', not {masters!r}")
-    is_scale = (
-        isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
-    )
-    if loss_scale not in (None, "dynamic") and not is_scale:
-        raise InvalidArgument(f"MixedPrecision: loss_scale must be None, 'dynamic' or positive, not {loss_scale!r}")
+    check_loss_scale("MixedPrecision", loss_scale)
     if state_dtype is not None and not _is_one_of(state_dtype, (mx.float32, *_DTYPES)):
         raise InvalidArgument(
             f"MixedPrecision: state_dtype must be mx.float32, mx.bfloat16 or mx.float16, not {state_dtype}"

@@ -13,12 +13,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
-from mlxdist.nn.context import context_parallel
-from mlxdist.nn.pipeline import pipeline_parallel, plan_stages
+from mlxdist.nn.context_parallel import context_parallel
+from mlxdist.nn.layout.modules import dtype_name
+from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.models.plan import plan_shards, shard_model
+from mlxdist.nn.pipeline_parallel import pipeline_parallel, plan_stages
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.cuts import cuts
-from mlxdist.nn.sharding.plan import plan_shards, shard_model
-from mlxdist.nn.sharding.plan.parameters import dtype_name
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
@@ -27,7 +27,7 @@ from .checkpoint.ranks import gather
 from .config import TrainConfig
 from .fingerprint import weight_files
 from .flops import FlopsPerToken, flops_by_length
-from .fully_sharded import fully_shard
+from .fully_shard.fully_shard import fully_shard
 from .mixed_precision import MixedPrecision
 from .model_folder import write_model_folder
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from mlxdist.nn.pipeline.layers import subclass
+from mlxdist.nn.interception import with_methods
 
 __all__ = ["outputs_through"]
 
@@ -21,9 +21,5 @@ def outputs_through(model: nn.Module, change: Callable[[mx.array], mx.array]) ->
         outputs = kind.__call__(self, *args, **kwargs)
         return tree_map(lambda leaf: change(leaf) if isinstance(leaf, mx.array) else leaf, outputs)
 
-    kind = type(model)
-    model.__class__ = subclass(kind, __call__=call)
-    try:
+    with with_methods([model], __call__=call):
         yield
-    finally:
-        model.__class__ = kind

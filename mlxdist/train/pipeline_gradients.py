@@ -13,13 +13,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.pipeline import Schedule, Stage
-from mlxdist.nn.pipeline.layers import Boundary, Passed
-from mlxdist.nn.pipeline.timeline import Action, Stamps
-from mlxdist.nn.pipeline.transfer import GradientTransfer
+from mlxdist.nn.pipeline_parallel import Schedule, Stage
+from mlxdist.nn.pipeline_parallel.layers import Boundary, Passed
+from mlxdist.nn.pipeline_parallel.timeline import Action, Stamps
+from mlxdist.nn.pipeline_parallel.transfer import GradientTransfer
 from mlxdist.runtime.ops import all_sum
 
-from . import micro_batches
+from . import gradient_accumulation
 from .gradient_averaging import NAME, Averaging
 from .gradient_buckets import sum_dtype
 from .lost_terms import LostTerms
@@ -79,7 +79,7 @@ class PipelineGradients(StepGradients):
         if is_new:
             lost = LostTerms(self._averaging.model, self._stage, self._weighted, self._is_weighted)
             lost.check(self._fn, parts[0], self._shape)
-        self._inputs = [micro_batches.arrays_of(part) for part in parts]
+        self._inputs = [gradient_accumulation.arrays_of(part) for part in parts]
         parameters: Any = tree_flatten(tree)
         self._parameters = list(parameters)
         self._places = [
@@ -176,7 +176,7 @@ class PipelineGradients(StepGradients):
 
         before = dict(self._kept.gradients)
         try:
-            with micro_batches.working_on(self._kept, number, self._count):
+            with gradient_accumulation.working_on(self._kept, number, self._count):
                 inputs = [self._parameters[place][1] for place in places] + received
                 outputs, gradients = mx.vjp(run, inputs, cotangents)
         finally:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint.ranks import gather

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.pipeline.layers import subclass
+from mlxdist.nn.interception import intercept
 
 from .stage_terms import stage_loss
 
@@ -44,8 +44,7 @@ class RouterBalance:
             )
         self._blocks = len(blocks)  # also those of other stages
         for block in blocks:
-            switch = block["switch_mlp"]
-            switch.__class__ = subclass(type(switch), __call__=self._noting(block))
+            intercept(block["switch_mlp"], __call__=self._noting(block))
 
     @contextmanager
     def watching(self, counts: mx.array) -> Iterator[None]:

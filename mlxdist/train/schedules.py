@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.optimizers import join_schedules, linear_schedule
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.partition import require_counts
+from mlxdist.nn.layout.partition import require_counts
 
 __all__ = ["BatchRampUp", "linear_scaling", "sqrt_scaling", "warm_up"]
 

@@ -19,7 +19,7 @@ from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.native import bridge
 
-from . import micro_batches
+from . import gradient_accumulation
 from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, paths_of_shards
 from .gradient_buckets import sum_dtype
 from .lost_terms import check_shards
@@ -36,7 +36,7 @@ class StepGradients:
     def __init__(self, averaging: Averaging, fn: Callable[..., Any], accumulate: int) -> None:
         self._averaging, self._fn, self._count = averaging, fn, accumulate
         self._values: list[Any] = []
-        self._kept = micro_batches.Kept()
+        self._kept = gradient_accumulation.Kept()
         self._is_weighted = False
         self._terms = 0  # of stage_loss
         self._noted: list[int] | None = None
@@ -55,7 +55,7 @@ class StepGradients:
         if is_new:
             found = averaging.agree_on_parameters(parameters, _elements(args, kwargs))
         with agreed(NAME, averaging.ranks, facts) if is_new else self._ends_all():
-            parts = micro_batches.split(NAME, self._count, args, kwargs)
+            parts = gradient_accumulation.split(NAME, self._count, args, kwargs)
             order = self._begin(tree, parts, is_new)
             facts["number of calls of stage_loss"] = self._terms
             facts["result of fn"] = "(loss, tokens)" if self._is_weighted else "a loss without tokens"
@@ -113,7 +113,7 @@ class StepGradients:
             return self._weighted(value), value
 
         try:
-            with micro_batches.working_on(self._kept, number, self._count):
+            with gradient_accumulation.working_on(self._kept, number, self._count):
                 (_, value), gradients = mx.value_and_grad(loss)(tree, *part)
         finally:
             model.update(tree)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.debug import NanGuard
-from mlxdist.nn.context import shard_sequence
+from mlxdist.nn.context_parallel import shard_sequence
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
@@ -25,7 +25,7 @@ from mlxdist.runtime.step import set_step
 from .batches import Batches
 from .checkpoint import Checkpoints
 from .checkpoint.ranks import gather
-from .clipping import clip_grad_norm
+from .clip_grad_norm import clip_grad_norm
 from .config import TrainConfig
 from .control import Control
 from .datasets import load_dataset
@@ -40,7 +40,7 @@ from .router_balance import RouterBalance
 from .rows import Dataset
 from .seeds import Seeds
 from .throughput import Throughput
-from .training_step import value_and_grad
+from .value_and_grad import value_and_grad
 
 __all__ = ["masked_loss", "train"]
 

@@ -1,5 +1,5 @@
-/* The traced verbs of one provider, for trace.c, which includes this once for each: TRACED(name) names its functions,
- * and INNER is the provider. errno is 0 before each verb, and afterwards what the provider has set. */
+/* The traced verbs of one provider, for verbs_trace.c, which includes this once for each: TRACED(name) names its
+ * functions, and INNER is the provider. errno is 0 before each verb, and afterwards what the provider has set. */
 
 static struct ibv_context* TRACED(open_device)(struct ibv_device* device) {
   errno = 0;

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import WeightFile
-from mlxdist.nn.sharding.plan import Plan
+from mlxdist.nn.models.plan import Plan
 
 __all__ = ["TARGETS"]
 

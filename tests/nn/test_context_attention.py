@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import mlxdist
 from mlxdist.nn import gather_sequence, shard_sequence
-from mlxdist.nn.context.sequence import chunk_starts, in_order, zigzag
-from mlxdist.nn.context.tiles import causal_tile, pieces, tiles
+from mlxdist.nn.context_parallel.sequence import chunk_starts, in_order, zigzag
+from mlxdist.nn.context_parallel.tiles import causal_tile, pieces, tiles
 
 RANKS = pytest.mark.parametrize(
     "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]

@@ -5,7 +5,7 @@ import pytest
 from rank_counts import one_to_four
 
 import mlxdist
-from mlxdist.nn.experts.balance import BalanceBias, ExpertLoad, count_experts
+from mlxdist.nn.expert_parallel.load_balancing import BalanceBias, ExpertLoad, count_experts
 
 
 @one_to_four(2)

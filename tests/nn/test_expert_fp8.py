@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mlxdist
-from mlxdist.nn.experts.fp8 import dequantize_e4m3, pack_e4m3, quantize_e4m3, unpack_e4m3
+from mlxdist.nn.expert_parallel.fp8 import dequantize_e4m3, pack_e4m3, quantize_e4m3, unpack_e4m3
 
 # And half a step of what they have: of normal numbers, as a share of them, and of subnormal ones.
 DTYPES = {mx.float32: (0.0, 0.0), mx.float16: (2.0**-11, 2.0**-25), mx.bfloat16: (2.0**-8, 2.0**-134)}

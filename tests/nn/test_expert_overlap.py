@@ -3,7 +3,7 @@
 import pytest
 from rank_counts import one_to_four
 
-from mlxdist.nn.experts.overlap import Overlap
+from mlxdist.nn.expert_parallel.overlap import Overlap
 
 
 @one_to_four(2)

@@ -4,7 +4,7 @@ import pytest
 from rank_counts import one_to_four
 
 from mlxdist import InvalidArgument
-from mlxdist.nn.experts import Placement
+from mlxdist.nn.expert_parallel import Placement
 
 
 @one_to_four(2)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxdist
-from mlxdist.nn.experts.policy import COLLECTIVES, MODES, Cost, Link, Policy, Workload
+from mlxdist.nn.expert_parallel.policy import COLLECTIVES, MODES, Cost, LinkCosts, Policy, Workload
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))])
@@ -14,8 +14,8 @@ def test_ranks_measure_and_choose_alike(run_ranks, ranks):
     assert all("alike" in output for output in run_ranks("expert_policy.py", ranks))
 
 
-def link(ranks: int = 2, latency: float = 1e-5, bandwidth: float = 1e9, plan: float = 1e-4) -> Link:
-    return Link("soft", ranks, dict.fromkeys(COLLECTIVES, Cost(latency, bandwidth)), plan)
+def link(ranks: int = 2, latency: float = 1e-5, bandwidth: float = 1e9, plan: float = 1e-4) -> LinkCosts:
+    return LinkCosts("soft", ranks, dict.fromkeys(COLLECTIVES, Cost(latency, bandwidth)), plan)
 
 
 def test_formulas_by_hand():
@@ -56,7 +56,7 @@ def test_few_tokens_are_gathered_and_many_dispatched_where_ranks_are_more_than_e
 seconds = st.floats(1e-6, 1e-3)
 bandwidths = st.floats(1e8, 1e11)
 links = st.builds(
-    lambda ranks, plan, costs: Link("soft", ranks, dict(zip(COLLECTIVES, costs)), plan),
+    lambda ranks, plan, costs: LinkCosts("soft", ranks, dict(zip(COLLECTIVES, costs)), plan),
     st.integers(2, 16),
     seconds,
     st.lists(st.builds(Cost, seconds, bandwidths), min_size=4, max_size=4),
@@ -159,9 +159,9 @@ def test_table():
 
 @pytest.mark.parametrize("provider", ["soft", "librdma", "ibverbs", "none"])
 def test_assumptions_for_every_provider(provider):
-    assumed = Link.assumed(provider, 2)
+    assumed = LinkCosts.assumed(provider, 2)
     assert set(assumed.costs) == set(COLLECTIVES) and not assumed.measured
-    both = Link.assumed(f"soft+{provider}", 2)  # as slow as the slower one
+    both = LinkCosts.assumed(f"soft+{provider}", 2)  # as slow as the slower one
     assert both.costs["all_sum"].latency >= assumed.costs["all_sum"].latency
 
 

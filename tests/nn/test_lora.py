@@ -4,9 +4,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from mlxdist.nn.adapters_of_rows import adapters_of_rows
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
 from mlxdist.nn.tensor_parallel.lora import LoRALinear
-from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear, adapters_of_rows
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 
 SCENARIOS = ["adapters", "collectives", "fused", "sequence", "several", "refused"]
 

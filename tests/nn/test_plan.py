@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxdist import InvalidArgument
-from mlxdist.nn.sharding.plan import OWN_SHARD, PATTERNS, UNSHARDED, Plan, plan_shards
+from mlxdist.nn.models.plan import OWN_SHARD, PATTERNS, UNSHARDED, Plan, plan_shards
 
 LARGE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxdist import InvalidArgument
-from mlxdist.nn.partition import segment_lengths, shard_slice, slices, split_sizes, take
+from mlxdist.nn.layout.partition import segment_lengths, shard_slice, slices, split_sizes, take
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 100), st.floats(0.01, 100)), min_size=1, max_size=8)
 

@@ -11,7 +11,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.utils import save_config, save_model
 
 from mlxdist.cli import commands
-from mlxdist.nn.sharding.plan import Plan
+from mlxdist.nn.models.plan import Plan
 
 CONFIG = {
     "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""One rank of test_mpi_door.py: MLX's MPI beside another one in the same process, loaded first or last.
+"""One rank of test_mpi_shim.py: MLX's MPI beside another one in the same process, loaded first or last.
 
 Arguments: "first" or "last"; "mpi4py", or the library made of tests/fixtures/another_mpi.c. Prints "as expected".
 """

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten, tree_map
 
 import mlxdist
 import mlxdist.nn as mnn
-from mlxdist.nn.sharding.cut import Cut
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.layout.cut import Cut
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import Checkpoints, fully_shard
 from mlxdist.train.checkpoint import checkpoints as module
 from mlxdist.train.checkpoint import saving

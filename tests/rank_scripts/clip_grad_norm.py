@@ -11,8 +11,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 import mlxdist
-from mlxdist.nn.sharding.cuts import cuts
-from mlxdist.nn.sharding.plan import plan_shards, shard_model
+from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.models.plan import plan_shards, shard_model
 from mlxdist.train import clip_grad_norm, fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

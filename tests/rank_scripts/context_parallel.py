@@ -19,7 +19,7 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 import mlxdist
 from mlxdist import train
 from mlxdist.nn import context_parallel, gather_sequence, plan_shards, prefill, shard_model, shard_sequence
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.train.trainer import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

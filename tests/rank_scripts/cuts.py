@@ -21,9 +21,9 @@ from mlxdist.nn import (
     VocabParallelEmbedding,
 )
 from mlxdist.nn import LoRALinear as ShardedLoRALinear
-from mlxdist.nn.sharding.cut import Cut
-from mlxdist.nn.sharding.cuts import cuts
-from mlxdist.nn.sharding.plan import plan_shards, shard_model
+from mlxdist.nn.layout.cut import Cut
+from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.models.plan import plan_shards, shard_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models

@@ -12,8 +12,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, generation_stream, sp
 from mlx_lm.sample_utils import make_sampler
 
 import mlxdist
-from mlxdist.nn import PipelineBatchGenerator, adapters_of_rows, pipeline_parallel, plan_shards, shard_model
-from mlxdist.nn.split_block import SplitModel
+from mlxdist.nn import PipelineBatchGenerator, SplitModel, adapters_of_rows, pipeline_parallel, plan_shards, shard_model
 from mlxdist.nn.tensor_parallel.vocab_parallel import VocabParallelEmbedding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

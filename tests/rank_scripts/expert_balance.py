@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlxdist
-from mlxdist.nn.experts.balance import BalanceBias
+from mlxdist.nn.expert_parallel.load_balancing import BalanceBias
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

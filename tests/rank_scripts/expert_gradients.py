@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference_moe as reference
 
 import mlxdist
-from mlxdist.nn.experts import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -10,7 +10,7 @@ from expert_parallel import MODES, glu_with_bias, group, mlp, near, normal, rank
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlxdist.nn.experts import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
 
 
 def grid() -> None:

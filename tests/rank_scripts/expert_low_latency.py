@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mlxdist
-from mlxdist.nn.experts.fp8 import pack_e4m3, unpack_e4m3
-from mlxdist.nn.experts.low_latency import LowLatencyExchange
-from mlxdist.nn.experts.placement import Placement
+from mlxdist.nn.expert_parallel.fp8 import pack_e4m3, unpack_e4m3
+from mlxdist.nn.expert_parallel.low_latency import LowLatencyExchange
+from mlxdist.nn.expert_parallel.placement import Placement
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

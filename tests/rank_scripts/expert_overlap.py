@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mlxdist
-from mlxdist.nn.experts.dispatch import combine, dispatch
-from mlxdist.nn.experts.overlap import Overlap, OverlappedExchange
-from mlxdist.nn.experts.placement import Placement
+from mlxdist.nn.expert_parallel.dispatch import combine, dispatch
+from mlxdist.nn.expert_parallel.overlap import Overlap, OverlappedExchange
+from mlxdist.nn.expert_parallel.placement import Placement
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

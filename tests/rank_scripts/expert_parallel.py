@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference_moe as reference
 
 import mlxdist
-from mlxdist.nn.experts import ExpertParallelSwitchGLU, Placement, combine, dispatch
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU, Placement, combine, dispatch
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -421,7 +421,7 @@ def handles() -> None:
     near(there, here, "adjoint", 1e-4)
     adjoint = mx.grad(lambda x: (dispatch(x, handle=handle)[0] * y).sum())(x)
     near(adjoint, combine(y, handle, mx.ones((tokens, k))), "the gradient of dispatch is combine")
-    assert "Handle of" in repr(handle)
+    assert "DispatchHandle of" in repr(handle)
 
 
 def bad_input() -> None:

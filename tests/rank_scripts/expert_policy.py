@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mlxdist
-from mlxdist.nn.experts.dispatch import combine, dispatch, route
-from mlxdist.nn.experts.placement import Placement
-from mlxdist.nn.experts.policy import COLLECTIVES, MODES, Policy, Workload, calibrate
+from mlxdist.nn.expert_parallel.dispatch import combine, dispatch, route
+from mlxdist.nn.expert_parallel.placement import Placement
+from mlxdist.nn.expert_parallel.policy import COLLECTIVES, MODES, Policy, Workload, calibrate
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -12,7 +12,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlxdist.nn.experts import ExpertParallelSwitchGLU, checkpoint
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU, checkpoint
 
 # Operations in the forward graph of one token with two experts and scores: those of the layer before it had stages.
 OPERATIONS = {

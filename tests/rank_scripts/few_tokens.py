@@ -12,8 +12,8 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 import mlxdist
-from mlxdist.nn.experts import ExpertParallelSwitchGLU
-from mlxdist.nn.experts.comparisons import EVERY
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel.comparisons import EVERY
 from mlxdist.runtime.native import bridge
 
 

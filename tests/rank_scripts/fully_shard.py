@@ -12,9 +12,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import fully_shard, value_and_grad
-from mlxdist.train.sharded_unit import UnitChannel
+from mlxdist.train.fully_shard.unit import UnitChannel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 

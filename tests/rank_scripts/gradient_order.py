@@ -17,8 +17,8 @@ from training import TOKENS, differences, fields_of, group, loss
 
 import mlxdist
 import mlxdist.nn
-from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
-from mlxdist.nn.sharding.plan.shard_model import why_not_trained
+from mlxdist.nn.models.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.models.plan.shard_model import why_not_trained
 from mlxdist.train import clip_grad_norm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

@@ -25,9 +25,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import mlxdist
-from mlxdist.nn.sharding.load import LoadReport, load_sharded, streaming
-from mlxdist.nn.sharding.plan import Plan, plan_shards
-from mlxdist.nn.sharding.verify import verify
+from mlxdist.nn.models.load import LoadReport, load_sharded, streaming
+from mlxdist.nn.models.plan import Plan, plan_shards
+from mlxdist.nn.models.verify import verify
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

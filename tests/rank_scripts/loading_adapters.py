@@ -16,8 +16,8 @@ from mlx_lm.utils import load_model
 
 import mlxdist
 from mlxdist import lm
-from mlxdist.nn.sharding.load import load_sharded
-from mlxdist.nn.sharding.load.adapters import CONFIG, WEIGHTS
+from mlxdist.nn.models.load import load_sharded
+from mlxdist.nn.models.load.adapters import CONFIG, WEIGHTS
 
 
 def adapters() -> None:
@@ -69,7 +69,7 @@ def reject_adapters(directory: Path) -> None:
     here = with_code(directory) if rank == 0 and size > 1 else directory
     expect(mlxdist.Mismatch, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
-    reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
+    reads, module = [], sys.modules["mlxdist.nn.models.load.load_sharded"]
     read_shards, module._load_shards = module._load_shards, lambda *arguments: reads.append(arguments)
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, directory, adapter_path=other)
     module._load_shards = read_shards

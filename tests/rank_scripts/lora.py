@@ -19,10 +19,11 @@ from whole_and_parts import (
     size,
 )
 
-from mlxdist.nn.partition import take
+from mlxdist.nn.adapters_of_rows import adapters_of_rows
+from mlxdist.nn.layout.partition import take
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
 from mlxdist.nn.tensor_parallel.lora import LoRALinear
-from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear, adapters_of_rows
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 from mlxdist.nn.tensor_parallel.parallel_linear import ParallelLinear
 from mlxdist.nn.tensor_parallel.row_parallel import RowParallelLinear
 

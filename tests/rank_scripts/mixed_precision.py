@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import mlxdist
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import MixedPrecision, fully_shard, value_and_grad
 
 group = mlxdist.init()

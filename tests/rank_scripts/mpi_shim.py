@@ -1,4 +1,4 @@
-"""One rank of test_mpi_door.py: programs that know only MLX, unless the scenario is about both doors.
+"""One rank of test_mpi_shim.py: programs that know only MLX, unless the scenario is about both.
 
 Argument: the scenario. Prints "as expected" at the end.
 """
@@ -137,7 +137,7 @@ def graphs() -> None:
     assert slope.tolist() == [weight + rank for rank in range(size) for weight in (1.0, 2.0)]
 
 
-def both_doors() -> None:
+def shim_and_mlxdist() -> None:
     """mlxdist and plain MLX in one program: the same ranks, and one engine that counts for both."""
     plain_first = os.environ["FIRST"] == "mlx"
     if plain_first:
@@ -163,7 +163,7 @@ def both_doors() -> None:
         expect("InvalidArgument", "the group has ended", lambda: read(mx.distributed.all_sum(mx.ones((3,)))))
 
 
-def doors_have_an_order_each() -> None:
+def orders_of_their_own() -> None:
     """A blocking call of mlxdist comes before or after MLX's operation, which waits in a stream, on each rank."""
     import mlxdist
 

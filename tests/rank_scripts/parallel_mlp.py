@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.partition import shard_slice
+from mlxdist.nn.layout.partition import shard_slice
 from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 
 group = mlxdist.init()

@@ -12,7 +12,7 @@ from comparing import close, refused
 from mlx import nn
 
 import mlxdist
-from mlxdist.nn.partition import split_sizes, take
+from mlxdist.nn.layout.partition import split_sizes, take
 from mlxdist.nn.tensor_parallel.sampling import (
     NOISE_BLOCK,
     VocabParallelSampler,

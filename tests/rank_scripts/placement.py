@@ -16,7 +16,7 @@ from overlapping import alone, overlapping
 
 import mlxdist
 from mlxdist.nn import load_sharded
-from mlxdist.serve.placement import Layout, Placement, place
+from mlxdist.serve.placement import Layout, ModelPlacement, place
 from mlxdist.serve.worker import BatchLimits, Worker
 
 group = mlxdist.init()
@@ -24,7 +24,7 @@ rank, size = group.rank(), group.size()
 base = Path(sys.argv[2])
 
 
-def served(kind: str, stream: bool = False, **layout: object) -> Placement:
+def served(kind: str, stream: bool = False, **layout: object) -> ModelPlacement:
     """Places, loads and serves a model, whose tokens must be those of one process. With ``stream`` rank 0 alone has
     it."""
     directory = base / kind if rank == 0 or not stream else Path("nowhere")

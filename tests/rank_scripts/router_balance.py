@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 import mlxdist
 from mlxdist.nn import pipeline_parallel
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import fully_shard, value_and_grad
 from mlxdist.train.router_balance import RouterBalance
 from mlxdist.train.trainer import masked_loss

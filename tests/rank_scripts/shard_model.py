@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxdist
-from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
-from mlxdist.nn.sharding.plan.shard_model import ShardedRMSNorm
+from mlxdist.nn.models.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.models.plan.shard_model import ShardedRMSNorm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models

@@ -57,7 +57,7 @@ def join() -> None:
         sys.exit(1)
     if odd_one:
         send(1)
-    mx.distributed.init() if how == "init_door" else mlxdist.init()
+    mx.distributed.init() if how == "init_shim" else mlxdist.init()
 
 
 if how.startswith("init"):

@@ -14,8 +14,8 @@ from mlx_lm.models import granite, llama, qwen3
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, trim_prompt_cache
 
 import mlxdist
+from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.split_block.split_block import WINDOW, SplitBlock
-from mlxdist.nn.split_block.split_model import SplitModel
 from mlxdist.nn.split_block.submissions import submissions
 
 group = mlxdist.init()

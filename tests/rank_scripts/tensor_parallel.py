@@ -30,7 +30,7 @@ from whole_and_parts import (
 
 import mlxdist
 from mlxdist.nn import reduce_from_tensor_parallel_region
-from mlxdist.nn.partition import join, scatter, slices, take
+from mlxdist.nn.layout.partition import join, scatter, slices, take
 from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
 from mlxdist.nn.tensor_parallel.row_parallel import QuantizedRowParallelLinear, RowParallelLinear
 

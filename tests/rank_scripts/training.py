@@ -21,9 +21,9 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
-from mlxdist.nn.sharding.cuts import cuts
-from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
-from mlxdist.nn.sharding.plan.shard_model import why_not_trained
+from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.models.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.models.plan.shard_model import why_not_trained
 from mlxdist.nn.tensor_parallel.lora import ShardedLinear
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
 from mlxdist import train
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

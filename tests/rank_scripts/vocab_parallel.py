@@ -9,7 +9,7 @@ from comparing import close, equal, refused
 from mlx import nn
 
 import mlxdist
-from mlxdist.nn.partition import take
+from mlxdist.nn.layout.partition import take
 from mlxdist.nn.tensor_parallel.sampling import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mlxdist.nn.tensor_parallel.vocab_parallel import (
     ParallelLMHead,

@@ -8,7 +8,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.partition import join, take
+from mlxdist.nn.layout.partition import join, take
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -26,13 +26,13 @@ READERS += [pytest.param(reader, marks=pytest.mark.long) for reader in ("tolist"
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_every_operation_on_every_dtype(run_ranks, ranks):
-    for rank, output in enumerate(run_ranks("mpi_door_operations.py", ranks, "world", timeout=120)):
+    for rank, output in enumerate(run_ranks("mpi_shim_operations.py", ranks, "world", timeout=120)):
         assert f"exact {rank} of {ranks}" in output
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
-    for rank, output in enumerate(run_ranks("mpi_door_operations.py", ranks, "split", timeout=120)):
+    for rank, output in enumerate(run_ranks("mpi_shim_operations.py", ranks, "split", timeout=120)):
         assert f"exact {rank} of {ranks}" in output
 
 
@@ -82,14 +82,14 @@ def test_failed_operation_is_never_read(run_ranks, reader):
 
 
 @pytest.mark.parametrize("first", ["mlx", "mlxdist"])
-def test_both_doors_lead_to_one_world(run_ranks, first):
-    for output in run_ranks("mpi_shim.py", 3, "both_doors", environment={"FIRST": first}):
+def test_shim_and_mlxdist_share_a_world(run_ranks, first):
+    for output in run_ranks("mpi_shim.py", 3, "shim_and_mlxdist", environment={"FIRST": first}):
         assert "as expected" in output
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_doors_have_an_order_each(run_ranks, ranks):
-    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, "doors_have_an_order_each"))
+def test_each_has_an_order_of_its_own(run_ranks, ranks):
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, "orders_of_their_own"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -220,7 +220,7 @@ def test_a_missing_symbol_is_named(incomplete_library):
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_no_rank_is_started_with_a_broken_door(monkeypatch, tmp_path, incomplete_library, missing):
+def test_no_rank_is_started_with_a_broken_shim(monkeypatch, tmp_path, incomplete_library, missing):
     path = tmp_path / "nothing.so" if missing else incomplete_library
     monkeypatch.setattr(mpi_shim, "find_library", lambda: path)
     job = CliRunner().invoke(commands, ["launch", "-n", "2", "--", "touch", str(tmp_path / "started")])

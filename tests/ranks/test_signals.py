@@ -69,7 +69,7 @@ def test_sigterm_ends_a_rank_that_is_stuck_in_c(run_in_time):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["init", "init_door"])
+@pytest.mark.parametrize("how", ["init", "init_shim"])
 def test_ctrl_c_ends_the_wait_for_missing_ranks(run_in_time, how):
     outputs = run_in_time(0.1, {1: "raised KeyboardInterrupt", 0: "raised Aborted"}, how, "SIGINT", None)
     assert "was interrupted (SIGINT)" in outputs[0]

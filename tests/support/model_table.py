@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 from serving import NOT_BATCHED
 
-from mlxdist.nn.sharding.plan import Plan, Shard, plan_shards
-from mlxdist.nn.sharding.plan.shard_model import why_not_trained
+from mlxdist.nn.models.plan import Plan, Shard, plan_shards
+from mlxdist.nn.models.plan.shard_model import why_not_trained
 from mlxdist.serve.worker import PROMPTS_ALONE, REQUESTS_ALONE
 
 FILE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 import mlxdist
-from mlxdist.nn.sharding.plan import plan_shards
-from mlxdist.nn.split_block.split_model import _not_blocks, _wrong_blocks
+from mlxdist.nn.models.plan import plan_shards
+from mlxdist.nn.models.split_model import _not_blocks, _wrong_blocks
 
 FILE = Path(__file__).parents[2] / "docs" / "split-block.md"
 BEGIN, END = "<!-- Written by tests/support/split_table.py. -->\n", "<!-- End of the table. -->\n"

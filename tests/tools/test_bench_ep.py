@@ -5,7 +5,7 @@ import json
 import pytest
 from test_bench import bench, require_times
 
-from mlxdist.nn.experts.policy import MODES
+from mlxdist.nn.expert_parallel.policy import MODES
 from mlxdist.tools.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, targets
 from mlxdist.tools.bench.limits import limits_line
 

@@ -21,8 +21,8 @@ from mlxdist.cluster.hostfile.hosts import Host, Hostfile, Measured
 from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.cluster.hostfile.rank_shares import check_hosts, speeds
 from mlxdist.cluster.hostfile.writing import save
-from mlxdist.nn.partition import split_sizes
-from mlxdist.nn.sharding.plan import plan_shards
+from mlxdist.nn.layout.partition import split_sizes
+from mlxdist.nn.models.plan import plan_shards
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
 from mlxdist.runtime import tuning
 from mlxdist.tools.bench.results import by_case
@@ -337,7 +337,9 @@ def test_algorithms_and_experts_are_saved_for_jobs(tuned):
     saved = tuning.read(tuned)
     assert {row.ranks for row in saved.algorithms} == {link["ranks"] for link in saved.expert_links} == {2, 3}
     assert kept(tuned) == MEASURED
-    program = "import mlxdist\nfrom mlxdist.nn.experts.policy import Link\nprint(Link.of(mlxdist.init()).measured)"
+    program = (
+        "import mlxdist\nfrom mlxdist.nn.expert_parallel import LinkCosts\nprint(LinkCosts.of(mlxdist.init()).measured)"
+    )
     job = mlxdist_command("launch", "-n", "2", "--", sys.executable, "-c", program)
     assert sorted(job.stdout.splitlines()) == ["[0] True", "[1] True"], job.stderr
 

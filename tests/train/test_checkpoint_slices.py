@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxdist
-from mlxdist.nn.sharding.cut import Cut
+from mlxdist.nn.layout.cut import Cut
 from mlxdist.train.checkpoint.files import DTYPES, take_snapshots, write_tensors
 from mlxdist.train.checkpoint.manifest import Array, File, Manifest, cut_from_json, cut_to_json, stored
 from mlxdist.train.checkpoint.reading import Reader

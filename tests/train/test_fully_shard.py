@@ -1,6 +1,9 @@
 """mlxdist.train.fully_shard against one process that has the batches of all ranks; its messages, bytes and memory."""
 
+from pathlib import Path
+
 import pytest
+from guides import program_of
 
 CHECKS = ["like_one_process", "bytes_on_the_wire", "frozen_bytes", "refused", "accumulated", "terms_of_shards"]
 LONG = [
@@ -36,6 +39,12 @@ def test_hybrid(run_ranks, ranks):
 def test_memory(run_ranks, ranks, layers):
     """What a rank needs beside its shards is up to 4.6 layers, so few layers on many ranks miss it: docs/status.md."""
     assert run_ranks("fully_shard.py", ranks, "memory", layers) == ["memory done\n"] * ranks
+
+
+def test_the_program_of_activation_checkpointing(run_ranks, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "activation-checkpointing.md"
+    for output in run_ranks(program_of(page, tmp_path), 2):
+        assert f"    {output}" in page.read_text()
 
 
 @pytest.mark.long

@@ -57,3 +57,13 @@ def test_imports_are_found():
 def test_no_module_imports_itself_by_way_of_others():
     graph = {module: imports_of(module) for module in SOURCES}
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names one
+
+
+def test_one_file_changes_the_class_of_a_module():
+    found = {
+        module
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    }
+    assert found == {"mlxdist.nn.interception"}

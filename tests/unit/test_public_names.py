@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ OPERATIONS = [
     "init",
     "is_available",
 ]
+PACKAGES = ["mlxdist.nn", "mlxdist.nn.expert_parallel", "mlxdist.train"]
 
 
 def run_python(code: str) -> str:
@@ -98,3 +100,27 @@ def test_arguments_are_those_of_mlx(name):
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
     assert {p.name for p in ours if p.kind is p.KEYWORD_ONLY} >= set(keyword) - {"all_gather_factory"}
     assert callable(getattr(mx.distributed, name))
+
+
+def test_public_classes_share_no_name():
+    """A class that programs see is the only one of its name, also among those that they do not see."""
+    modules = [mlxdist, *map(importlib.import_module, PACKAGES)]
+    public = {name for module in modules for name in module.__all__ if inspect.isclass(getattr(module, name))}
+    defined: dict[str, list[str]] = {}
+    for path in Path(mlxdist.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name in public:
+                defined.setdefault(node.name, []).append(str(path))
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_lie_where_a_reader_looks(package):
+    """In a file of the name, or in one that a folder's ``__init__.py`` says."""
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        defined = importlib.import_module(getattr(module, name).__module__)
+        file, folder = Path(defined.__file__), importlib.import_module(defined.__package__)
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        listed = f"{folder.__doc__} {module.__doc__}"
+        assert file.stem == snake or re.search(rf"\b{name}\b", listed), f"{package}.{name} is in {file}"

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from mlxdist.base.batch_systems import SchedulerRank, reject_launchers, scheduler_rank
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, RendezvousError
-from mlxdist.base.schedulers import SchedulerRank, reject_launchers, scheduler_rank
 from mlxdist.runtime import mpi_shim
 
 JOB = {"MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": "ab" * 32}

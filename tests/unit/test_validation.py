@@ -6,7 +6,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import json_of, strict_json
 from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.nn import Plan
-from mlxdist.nn.pipeline.stage_plan import StagePlan
+from mlxdist.nn.pipeline_parallel.stage_plan import StagePlan
 from mlxdist.serve.limits import parse_body
 from mlxdist.serve.refusal import Refusal
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxdist.runtime.group import Group
 
-from ..partition import join, split_sizes
+from ..layout.partition import join, split_sizes
 from .merged import LinearShard, merge, project
 
 __all__ = ["Head", "InPlaceOf", "TiedEmbedding", "shard_head"]

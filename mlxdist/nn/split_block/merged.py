@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..partition import scaled, take
+from ..layout.partition import scaled, take
 from ..tensor_parallel.linear_layers import quantization
 
 __all__ = ["LinearShard", "Matrix", "Spec", "merge", "project"]

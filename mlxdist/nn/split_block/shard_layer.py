@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 
-from ..partition import split_sizes
+from ..layout.partition import split_sizes
 from ..tensor_parallel.linear_layers import check_parts, quantization_unit
 from ..tensor_parallel.parallel_attention import heads_of
 from .merged import LinearShard, Spec, merge

@@ -17,7 +17,8 @@ import mlx.nn as nn
 
 from mlxdist.runtime.cuda import computes_on_cuda
 
-from ..tensor_parallel.linear_layers import ROW_SHARDED, with_result
+from ..interception import become, with_result
+from ..tensor_parallel.linear_layers import ROW_SHARDED
 
 __all__ = ["Submissions", "submissions", "submit", "submit_sums", "traced"]
 
@@ -93,7 +94,7 @@ def submit_sums(model: nn.Module) -> None:
         adds_up = isinstance(module, ROW_SHARDED) or type(module).__name__.startswith("Summed")
         if adds_up or getattr(module, "sharding_group", None) is not None:
             kind: Any = type(module)
-            module.__class__ = with_result(kind, _submitted, f"Submitting{kind.__name__}")
+            become(module, with_result(kind, _submitted, f"Submitting{kind.__name__}"))
 
 
 def _submitted(module: nn.Module, result: Any) -> Any:

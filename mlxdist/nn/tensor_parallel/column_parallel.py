@@ -12,8 +12,8 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
+from ..layout.partition import Segments, split_sizes
 from ..mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region
-from ..partition import Segments, split_sizes
 from .linear_layers import dims
 from .parallel_linear import ParallelLinear, PlainWeight, QuantizedWeight, pair
 
@@ -83,7 +83,7 @@ class ColumnParallelLinear(PlainWeight, _ColumnParallel):
     The initial values are this rank's shard of those of ``nn.Linear``: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: ``output_dims`` cannot be sharded so, see :func:`mlxdist.nn.partition.split_sizes`; in a
+        InvalidArgument: ``output_dims`` cannot be sharded so, see :func:`mlxdist.nn.layout.partition.split_sizes`; in a
             call: the input has not ``input_dims`` features. The same on every rank, before any collective.
         Mismatch: with ``sequence_parallel``, where the result is evaluated: the ranks' shards of the sequence differ in
             length.

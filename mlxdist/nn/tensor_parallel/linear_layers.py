@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache
 from math import gcd, lcm
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from mlxdist.base.errors import InvalidArgument
 
 M = TypeVar("M", bound=nn.Module)
 
+LINEARS = (nn.Linear, nn.QuantizedLinear)
 # What MLX makes of a layer in shard_linear: plain and quantized.
 COLUMN_SHARDED = (AllToShardedLinear, QuantizedAllToShardedLinear)
 ROW_SHARDED = (ShardedToAllLinear, QuantizedShardedToAllLinear)
@@ -27,7 +27,7 @@ ROW_SHARDED = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 def check_linear(name: str, linear: nn.Module) -> None:
     """Rejects what is not, and does not compute as, ``nn.Linear`` or ``nn.QuantizedLinear``."""
-    for kind in (nn.Linear, nn.QuantizedLinear):
+    for kind in LINEARS:
         if isinstance(linear, kind) and type(linear).__call__ is kind.__call__:
             return
     raise InvalidArgument(
@@ -101,16 +101,6 @@ def mapped(module: M, function: Callable[[str, mx.array], mx.array]) -> M:
         elif isinstance(value, mx.array):
             clone[key] = function(key, value)
     return clone
-
-
-@cache
-def with_result(kind: Any, change: Callable[[Any, Any], Any], name: str) -> Any:
-    """The class ``kind``, as ``name``, whose call returns ``change(module, result)``."""
-
-    def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        return change(self, kind.__call__(self, *arguments, **keywords))
-
-    return type(name, (kind,), {"__call__": __call__, "__module__": __name__})
 
 
 def freeze_like(layer: M, example: nn.Module) -> M:

@@ -16,8 +16,9 @@ from mlx import nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
+from ..interception import become, restore
+from ..layout.cut import Cut
 from ..mappings import copy_to_tensor_parallel_region
-from ..sharding.cut import Cut
 from .linear_layers import product, quantization
 
 __all__ = ["SWITCH_LINEARS", "LoRALinear", "ShardedLinear", "as_given", "draw_full"]
@@ -203,14 +204,14 @@ def draw_full(layer: nn.Module, shape: tuple[int, ...], shard: Callable[[str, mx
 
     ``shape`` is that of the full weight, not packed; ``shard(name, full)`` this rank's shard of ``lora_a``, ``lora_b``.
     """
-    layer.__class__ = _drawn_full(type(layer))
+    become(layer, _drawn_full(type(layer)))
     object.__setattr__(layer, "_full", (shape, shard))
 
 
 def as_given(layer: nn.Module) -> None:
     """Gives a layer that is full again the class that it had."""
     if hasattr(layer, "_full"):
-        layer.__class__ = type(layer).__bases__[0]
+        restore(layer)
         del layer._full
 
 

@@ -4,46 +4,17 @@ Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547: the pro
 each with the matrices of its adapter.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 
+from ..adapters_of_rows import given_adapters
 from .lora import ShardedLinear
 
-__all__ = ["MultiLoRALinear", "adapters_of_rows", "given_adapters"]
-
-# What was given, and on the device; None: no row has an adapter.
-_of_rows: ContextVar[tuple[Sequence[int], mx.array] | None] = ContextVar("adapters of rows", default=None)
-
-
-@contextmanager
-def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
-    """A ``with`` block in which a model of ``load_sharded(adapter_path=[...])`` is called with a batch.
-
-    Where no row has an adapter, as outside of the block, the model computes as without adapters.
-
-    Args:
-        adapters: one number for each row of the batch: 0 for no adapter, 1 for the first of the list.
-
-    Raises:
-        InvalidArgument: where the model is called: there is no adapter with that number, or another number of rows.
-    """
-    before = _of_rows.set((adapters, mx.array(list(adapters))) if any(adapters) else None)
-    try:
-        yield
-    finally:
-        _of_rows.reset(before)
-
-
-def given_adapters() -> tuple[list[int], mx.array | None]:
-    """What :func:`adapters_of_rows` says here, and on the device; no numbers: no row has an adapter."""
-    given = _of_rows.get()
-    return ([], None) if given is None else (list(given[0]), given[1])
+__all__ = ["MultiLoRALinear"]
 
 
 class MultiLoRALinear(nn.Module):
@@ -78,10 +49,9 @@ class MultiLoRALinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        linear, given = self.linear, _of_rows.get()
-        if given is None:
+        linear, (adapters, rows) = self.linear, given_adapters()
+        if rows is None:
             return linear(x)
-        adapters, rows = given
         if x.shape[0] % len(adapters) or not 0 <= min(adapters) <= max(adapters) < len(self["lora_a"]):
             raise InvalidArgument(
                 f"adapters_of_rows: a batch of shape {x.shape} with {len(self['lora_a']) - 1} adapters cannot have "

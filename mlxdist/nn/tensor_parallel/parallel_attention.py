@@ -19,10 +19,10 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 
+from ..layout.measured_shares import RankShares, resolve
+from ..layout.partition import copy_to_holders, require_counts, shard_slice, split_sizes
 from ..mappings import copy_to_tensor_parallel_region
-from ..partition import copy_to_holders, require_counts, shard_slice, split_sizes
 from ..rank_checks import agreed, described
-from ..sharding.measured_shares import RankShares, resolve
 from .column_parallel import ColumnParallelLinear
 from .linear_layers import check_has, check_parts, dims, mapped, parameters_of, quantization_unit
 from .parallel_linear import ParallelLinear

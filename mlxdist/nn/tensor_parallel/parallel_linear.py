@@ -10,8 +10,9 @@ from mlx import nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
-from ..partition import Segments, join, scaled, slices, take
-from ..sharding.cut import Cut
+from ..interception import become
+from ..layout.cut import Cut
+from ..layout.partition import Segments, join, scaled, slices, take
 from .linear_layers import check_linear, dims, freeze_like, quantization, quantization_unit
 from .lora import ShardedLinear
 
@@ -87,7 +88,7 @@ class Sharded(nn.Module):
 def with_weight_of(layer: nn.Module, kind: type[M], source: nn.Module) -> M:
     """``layer`` as a ``kind``, trainable or quantized, with the weight of ``source`` and else what it has itself."""
     changed: Any = copy(layer)
-    changed.__class__ = kind
+    become(changed, kind)
     changed._no_grad = set()
     for name in ("scales", "biases"):
         changed.pop(name, None)

@@ -10,7 +10,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
-from ..partition import require_counts, split_sizes
+from ..layout.partition import require_counts, split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear
 from .linear_layers import check_has, check_parts, dims, mapped, quantization, quantization_unit

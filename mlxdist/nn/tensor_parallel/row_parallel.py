@@ -13,12 +13,12 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
+from ..layout.partition import scatter, split_sizes
 from ..mappings import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from ..partition import scatter, split_sizes
 from .linear_layers import dims, quantization, quantization_unit
 from .parallel_linear import ParallelLinear, PlainWeight, QuantizedWeight, pair
 
@@ -101,7 +101,7 @@ class RowParallelLinear(PlainWeight, _RowParallel):
     The initial values are this rank's shard of those of ``nn.Linear``: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: ``input_dims`` cannot be sharded so, see :func:`mlxdist.nn.partition.split_sizes`; in a
+        InvalidArgument: ``input_dims`` cannot be sharded so, see :func:`mlxdist.nn.layout.partition.split_sizes`; in a
             call: the input is not sharded as ``input_is_parallel`` says, or with ``sequence_parallel`` the sequence is
             no multiple of the ranks. The same on every rank, before any collective.
     """

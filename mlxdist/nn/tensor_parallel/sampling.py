@@ -31,7 +31,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_max, all_sum
 
-from ..partition import check_sizes, own_tokens, shard_slice
+from ..layout.partition import check_sizes, own_tokens, shard_slice
 from ..rank_checks import agreed
 
 __all__ = ["VocabParallelSampler", "vocab_parallel_argmax", "vocab_parallel_cross_entropy", "vocab_parallel_log_probs"]

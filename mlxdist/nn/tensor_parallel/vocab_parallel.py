@@ -14,8 +14,8 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..equal_inputs import require_equal
+from ..layout.partition import own_tokens, require_counts, shard_slice, split_sizes
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from ..partition import own_tokens, require_counts, shard_slice, split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
 from .linear_layers import dims, product, quantization

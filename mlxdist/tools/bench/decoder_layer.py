@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.nn.split_block.split_model import SplitModel
+from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.split_block.submissions import submissions
 
 from .bandwidth import READ_ONLY

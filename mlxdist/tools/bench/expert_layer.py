@@ -15,8 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import mlxdist
-from mlxdist.nn.experts.policy import MODES, Policy, calibrate
-from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel.policy import MODES, Policy, calibrate
+from mlxdist.nn.expert_parallel.switch_glu import ExpertParallelSwitchGLU
 
 from .bandwidth import READ_ONLY
 from .mlx_groups import mlx_group

@@ -15,6 +15,7 @@ from mlx_lm.models import qwen2
 
 import mlxdist
 from mlxdist.nn import PipelineBatchGenerator, pipeline_parallel, pipeline_schedule, plan_stages
+from mlxdist.nn.interception import become
 from mlxdist.train import value_and_grad
 
 from .operations import count_off
@@ -70,7 +71,7 @@ class Pipelines:
             weights = [slow, *[1.0] * (self.world.size() - 1)]
             if self.world.rank() > 0:
                 for layer in model.layers:
-                    layer.__class__ = _Twice
+                    become(layer, _Twice)
             plan = plan_stages(model, self.world.size(), weights=weights)
             works[name] = self._step(pipeline_parallel(model, self.mesh["pp"], plan), "1f1b", tokens, expected)
         return time_case(self.world, case, works, self.take)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 import mlxdist
 from mlxdist.nn import gather_sequence, ring_attention, shard_sequence, ulysses_attention
-from mlxdist.nn.context.sequence import chunk_starts
+from mlxdist.nn.context_parallel.sequence import chunk_starts
 
 from .operations import count_off
 from .rank import peak_memory, time_case

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 import mlxdist
 from mlxdist import train
-from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.models.cuts import cuts
 
 from .mlx_groups import mlx_group
 from .operations import count_off

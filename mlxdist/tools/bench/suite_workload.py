@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.nn.experts import ExpertParallelSwitchGLU, Placement, combine, dispatch
+from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU, Placement, combine, dispatch
 
 from .bandwidth import IN_PLACE, READ_ONLY, least_copies
 from .mlx_groups import mlx_group

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlxdist
 from mlxdist.base.environment import Environment
-from mlxdist.nn.experts.policy import calibrate
+from mlxdist.nn.expert_parallel.policy import calibrate
 from mlxdist.runtime.native import check, ffi, lib
 from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, Row
 
@@ -77,7 +77,7 @@ class Algorithms:
 
 
 class ExpertLinks:
-    """One case, without fields: what `mlxdist.nn.experts.policy.calibrate` measures."""
+    """One case, without fields: what `mlxdist.nn.expert_parallel.policy.calibrate` measures."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world = world

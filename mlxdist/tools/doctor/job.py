@@ -17,7 +17,7 @@ from .checks.variables import FAST_SYNCH
 from .cluster import CheckOptions, Job
 from .probe_rank import MARK
 
-__all__ = ["Placement", "last_words", "place_ranks", "run_ranks", "try_job"]
+__all__ = ["RankPlacement", "last_words", "place_ranks", "run_ranks", "try_job"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
@@ -49,7 +49,7 @@ def _culprits(job: Job, selection: HostSelection, options: CheckOptions) -> tupl
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Where ranks run: the launcher's options, and those to show to the user, who does not have the job's hostfile.
 
     ``settings``: variables that the ranks need there, whatever the user sets.
@@ -62,14 +62,14 @@ class Placement:
 
 
 @contextlib.contextmanager
-def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[Placement]:
+def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[RankPlacement]:
     """The ranks of these hosts, at least two; without a hostfile two on this machine."""
     given, options = selection.hostfile, []
     # The user's job has one rank on a Mac, where this is allowed; two are rejected.
     settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
     if given is None:
         on = ["-n", str(_ALONE)]
-        yield Placement((Host("localhost", _ALONE),), on, on, settings)
+        yield RankPlacement((Host("localhost", _ALONE),), on, on, settings)
         return
     hostfile = given.only(names).for_mlxdist()  # whatever the user's own job will take
     if len(names) < len(given.hosts):
@@ -80,11 +80,11 @@ def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[Plac
         options += ["-n", str(_ALONE)]
     with host_arguments(replace(selection, hostfile=hostfile)) as on:
         shown = ["--hostfile", "HOSTFILE", *options, *on[2:]]
-        yield Placement(hostfile.hosts, on, shown, settings)
+        yield RankPlacement(hostfile.hosts, on, shown, settings)
 
 
 def run_ranks(
-    placement: Placement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
+    placement: RankPlacement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
 ) -> tuple[JobResult, list[Any]]:
     """Runs a module of mlxdist, with its arguments, as the ranks. Also returns the JSON that they print after `MARK`.
 
@@ -101,7 +101,7 @@ def _run_on(names: Sequence[str], selection: HostSelection, options: CheckOption
         return _run(placement, options, selection.hostfile.envs if selection.hostfile is not None else ())
 
 
-def _run(placement: Placement, options: CheckOptions, envs: Sequence[str]) -> Job:
+def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -> Job:
     hosts = placement.hosts
     names = tuple(host.name for host in hosts)
     ranks = sum(host.slots for host in hosts)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import mlxdist
-from mlxdist.nn.sharding.load import LoadReport, load_sharded
-from mlxdist.nn.sharding.plan import Plan
-from mlxdist.nn.sharding.verify import verify
+from mlxdist.nn.models.load import LoadReport, load_sharded
+from mlxdist.nn.models.plan import Plan
+from mlxdist.nn.models.verify import verify
 
 
 def main() -> None:

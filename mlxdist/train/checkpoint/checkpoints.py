@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.sharding.cut import Cut
+from mlxdist.nn.layout.cut import Cut
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.default_group import current_run
 from mlxdist.runtime.group import Group
@@ -33,9 +33,9 @@ from . import directory as layout
 from .complete import Problems, complete, none_usable
 from .files import Snapshot, Unusable, take_snapshots
 from .manifest import Manifest, stored
-from .matching import match
 from .ranks import each, gather, together
-from .saving import Plan, make_plan, require_equal, write
+from .resharding import match
+from .saving import SavePlan, make_plan, require_equal, write
 from .state import State, collect, put_back
 
 __all__ = ["Checkpoints"]
@@ -96,7 +96,7 @@ class Checkpoints:
         self._damaged: set[int] = set()  # later than the one that was loaded
         self._disks: list[int] = []  # of each rank: the lowest rank that sees the same directory
         self._lock: layout.Lock | None = None
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -115,7 +115,7 @@ class Checkpoints:
         Args:
             step: how many steps were done, from 0; an integer below 10**18.
             tree: dicts and lists with string keys, in them: ``mx.array``; models, whose parameters are saved, also
-                where they are sharded (:func:`mlxdist.nn.sharding.cuts.cuts` finds how); optimizers and other objects
+                where they are sharded (:func:`mlxdist.nn.models.cuts.cuts` finds how); optimizers and other objects
                 with a ``state`` that consists of the same; numbers, strings, booleans and None. All but what is sharded
                 is equal on all ranks that have it. It is evaluated.
             own: another such tree that is different on each rank, such as a state of random numbers. It comes back
@@ -315,7 +315,7 @@ class Checkpoints:
 
         together(check, self._group)
 
-    def _write(self, token: str, tensors: dict[str, Snapshot], manifest: Manifest, plan: Plan) -> None:
+    def _write(self, token: str, tensors: dict[str, Snapshot], manifest: Manifest, plan: SavePlan) -> None:
         """In a thread of its own."""
         path = layout.step_directory(self._directory, manifest.step)
         prune = lambda: layout.prune(

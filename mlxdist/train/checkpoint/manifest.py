@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxdist.base.validation import strict_json
-from mlxdist.nn.sharding.cut import Cut
+from mlxdist.nn.layout.cut import Cut
 
 from .files import DTYPES, Unusable, write_synced
 

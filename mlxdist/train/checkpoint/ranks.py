@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mlxdist.base.errors import Error, by_name, located
-from mlxdist.nn.sharding.load.blobs import gather_blobs
+from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group import Group
 
 __all__ = ["each", "gather", "together"]

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.safetensors_reader import ITEM_SIZES
-from mlxdist.nn.sharding.cut import Cut, Piece
+from mlxdist.nn.layout.cut import Cut, Piece
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.point_to_point import recv, send
 

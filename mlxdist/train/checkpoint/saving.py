@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError, name_ranks
 from mlxdist.base.safetensors_reader import ITEM_SIZES
-from mlxdist.nn.sharding.cut import Cut
+from mlxdist.nn.layout.cut import Cut
 from mlxdist.runtime.group import Group
 
 from .directory import file_name
@@ -19,14 +19,14 @@ from .manifest import Array, File, Manifest, cut_from_json, cut_to_json, stored
 from .ranks import gather, together
 from .state import State
 
-__all__ = ["Plan", "make_plan", "require_equal", "write"]
+__all__ = ["SavePlan", "make_plan", "require_equal", "write"]
 
 _ALL_BYTES = 4096  # of an array of which all bytes are compared over the ranks; else of its beginning and its end
 _SAMPLE_BYTES = 256
 
 
 @dataclass
-class Plan:
+class SavePlan:
     """Which rank writes what, while the arrays have the same shapes and cuts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
         return self.kinds == _kinds(state) and self.cuts == state.cuts
 
 
-def make_plan(state: State, group: Group) -> Plan:
+def make_plan(state: State, group: Group) -> SavePlan:
     """Collective. What several ranks hold is written by the one of them that has the least to write until then.
 
     Raises:
@@ -81,10 +81,10 @@ def make_plan(state: State, group: Group) -> Plan:
         arrays[path].parts.append((writers.index(writer), cut))
     mine = [path for path, _, writer in parts if writer == group.rank()]
     same = {path: holders[path, stored(cut)] for path, cut in state.cuts.items()}
-    return Plan(dict(state.cuts), _kinds(state), writers, arrays, mine, same)
+    return SavePlan(dict(state.cuts), _kinds(state), writers, arrays, mine, same)
 
 
-def require_equal(plan: Plan, state: State, snapshots: Mapping[str, Snapshot], group: Group) -> dict[str, Any]:
+def require_equal(plan: SavePlan, state: State, snapshots: Mapping[str, Snapshot], group: Group) -> dict[str, Any]:
     """The values of all ranks. Collective.
 
     Raises:
@@ -109,7 +109,7 @@ def write(
     token: str,
     tensors: Mapping[str, Snapshot],
     manifest: Manifest,
-    plan: Plan,
+    plan: SavePlan,
     group: Group,
     is_lead: bool,
     prune: Callable[[], None],
@@ -176,7 +176,9 @@ def _sample(data: memoryview) -> bytes:
     return bytes(data[:_SAMPLE_BYTES]) + bytes(data[-_SAMPLE_BYTES:])
 
 
-def _digests(plan: Plan, snapshots: Mapping[str, Snapshot], key_of: Callable[[str, list[int]], str]) -> dict[str, int]:
+def _digests(
+    plan: SavePlan, snapshots: Mapping[str, Snapshot], key_of: Callable[[str, list[int]], str]
+) -> dict[str, int]:
     """Of what several ranks hold, by key."""
     digests: dict[str, int] = {}
     for path, ranks in plan.same.items():

@@ -15,8 +15,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.sharding.cut import Cut
-from mlxdist.nn.sharding.cuts import cuts as cuts_of
+from mlxdist.nn.layout.cut import Cut
+from mlxdist.nn.models.cuts import cuts as cuts_of
 
 __all__ = ["State", "collect", "put_back"]
 

@@ -163,7 +163,11 @@ NB_MODULE(_bridge, m) {
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def(
-      "is_constant", [](const mx::array& array) { int operations = 32; return is_constant(array, operations); },
+      "is_constant",
+      [](const mx::array& array) {
+        int operations = 32;
+        return is_constant(array, operations);
+      },
       "array"_a, "Whether an array is made of numbers that are known, and of no more than a few operations.");
   m.def(
       "fill_call",

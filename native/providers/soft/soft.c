@@ -1,6 +1,6 @@
 /*
  * The software provider: the verbs without hardware. Between processes of one host a SEND is one copy by the sender,
- * straight into the buffer that the peer has posted; see segment.h. Between hosts it goes by TCP; see tcp.h.
+ * straight into the buffer that the peer has posted; see shared_memory.h. Between hosts it goes by TCP; see tcp.h.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "soft.h"

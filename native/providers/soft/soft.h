@@ -12,7 +12,7 @@
 #include "fault_injection.h"
 #include "device_profile.h"
 #include "quota.h"
-#include "segment.h"
+#include "shared_memory.h"
 
 #include <stdbool.h>
 
@@ -266,7 +266,7 @@ void soft_async_acknowledge(struct soft_context* context, const struct ibv_async
  * acknowledged. */
 void soft_async_settle(struct soft_context* context, const void* element);
 
-/* cable.c: devices that are the end of one cable */
+/* single_peer.c: devices that are the end of one cable */
 /* False if this process uses the device in another context too, as the same host, and may not. */
 bool soft_single_peer_claim(struct soft_context* context);
 void soft_single_peer_release(struct soft_context* context);

@@ -1,0 +1,220 @@
+"""Adapters that mlx-lm's lora training has saved, on a model that is sharded: each rank takes its shard of them."""
+
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.base.validation import reject_constant
+from mlxdist.nn.layout.modules import dtype_name, parameters
+from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
+from mlxdist.runtime.group import Group
+
+from ..plan import Plan
+from ..plan.adapters import adapter_shard
+from .blobs import broadcast_blob
+
+__all__ = ["Adapters", "full_model", "put_adapters", "put_several", "read_adapters", "require_adapters_of"]
+
+Adapters = tuple[dict[str, Any], dict[str, mx.array]]  # the settings and the matrices of a directory
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+MAX_CONFIG_BYTES = 1_000_000
+MAX_RANK = 65536  # of an adapter
+
+
+def read_adapters(path: str | Path | None, group: Group, stream: bool) -> Adapters:
+    """The settings and the matrices in a directory of adapters, which every rank reads in full: they are small. Raises
+    InvalidArgument on every rank where files are missing or damaged, Mismatch where they are not the same on all."""
+    files = [b"", b""]
+    with agreed("load_sharded", group):
+        if group.rank() == 0 or not stream:
+            files = _read(path)
+    if stream:
+        files = [broadcast_blob(file, group) for file in files]
+    agree("load_sharded", group, None, {"adapters": [blake2b(file, digest_size=8).hexdigest() for file in files]})
+    with agreed("load_sharded", group):
+        read = _parsed(*files)
+    return read
+
+
+def require_adapters_of(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], several: bool
+) -> None:
+    """Raises InvalidArgument, before weights are read, if the adapters are not for ``model``, full and with shapes
+    alone; with ``several`` also if they are not all on linear layers. It may have adapters then, and has none
+    otherwise."""
+    if several and config.get("fine_tune_type") == "full":
+        raise InvalidArgument(
+            "load_sharded: each of several adapters must be of the kind 'lora'; 'full' are the weights of another model"
+        )
+    layers = model.leaf_modules()
+    _put_on(model, config)
+    _require_names(model, plan, config, weights)
+    if several:
+        _require_linear(model)
+    held = parameters(model)
+    model.update_modules(layers)
+    for name, array in weights.items():
+        if shard := plan.shards.get(name):
+            fits = (array.shape, dtype_name(array)) == (shard.shape, shard.dtype)
+        else:
+            fits = array.shape == held[name].shape and mx.issubdtype(array.dtype, mx.floating)
+        if not fits:
+            raise InvalidArgument(
+                f"load_sharded: {name} in {WEIGHTS} is {dtype_name(array)} of shape {array.shape}, which is not that "
+                "of this model"
+            )
+
+
+def put_adapters(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int, group: Group
+) -> None:
+    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights. ``rank``: of the plan;
+    ``group``: all ranks, those of other stages too."""
+    with agreed("load_sharded", group):
+        _put_on(model, config)
+        if (stage := stage_of(model)) is not None:
+            weights = {name: full for name, full in weights.items() if stage.index in stage.holders(name)}
+        model.update(tree_unflatten(list(_shards(plan, weights, rank))))
+        model.eval()  # without dropout, as mlx-lm loads them
+        mx.eval(model.parameters())
+
+
+def put_several(model: nn.Module, plan: Plan, adapters: Sequence[Adapters], rank: int, group: Group) -> None:
+    """As :func:`put_adapters`, of several directories: each layer that any of them is on has all of them."""
+    given = model.leaf_modules()
+    layers: dict[str, list[nn.Module | None]] = {}
+    for number, (config, weights) in enumerate(adapters):
+        put_adapters(model, plan, config, weights, rank, group)
+        for path, layer in _adapted(model):
+            layers.setdefault(path, [None] * len(adapters))[number] = layer
+        model.update_modules(given)
+    with agreed("load_sharded", group):
+        if layers:  # a stage may have none
+            model.update_modules(tree_unflatten([(path, MultiLoRALinear(each)) for path, each in layers.items()]))
+            mx.eval(model.parameters())
+
+
+def full_model(directory: Path, path: str | Path) -> nn.Module:
+    """The model of ``directory``, not sharded, with the adapters, as mlx-lm loads it."""
+    from mlx_lm import utils
+
+    model = utils.load_model(directory, lazy=True)[0]
+    utils.load_adapters(model, str(Path(path).expanduser()))
+    return model.eval()
+
+
+def _read(path: str | Path | None) -> list[bytes]:
+    if not isinstance(path, str | Path):
+        raise InvalidArgument(f"load_sharded: adapter_path must be a directory, not {path!r}")
+    directory = Path(path).expanduser()
+    try:
+        if (length := (directory / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
+            raise InvalidArgument(
+                f"load_sharded: {directory / CONFIG} has {length} bytes, more than {MAX_CONFIG_BYTES}"
+            )
+        WeightFile(directory / WEIGHTS)  # rejects one whose header is damaged, which MLX would read
+        return [(directory / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise InvalidArgument(
+            f"load_sharded: adapter_path must be a directory of mlx-lm's lora training, with {CONFIG} and {WEIGHTS}: "
+            f"{error}"
+        ) from error
+
+
+def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    try:
+        parsed = json.loads(config, parse_constant=reject_constant)
+        kind = parsed.get("fine_tune_type", "lora")
+        arrays: Any = mx.load(io.BytesIO(weights), format="safetensors")  # a dict
+    except (ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
+    if kind not in ("lora", "full"):
+        raise InvalidArgument(
+            f"load_sharded: adapters of the kind {kind!r} cannot be sharded; fuse them with mlx_lm.fuse"
+        )
+    if kind == "lora" and (wrong := _wrong_in(parsed)):
+        raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
+    return parsed, arrays
+
+
+def _wrong_in(config: Mapping[str, Any]) -> str | None:
+    """What is wrong in it for mlx-lm's linear_to_lora_layers."""
+    number, parameters = config.get("num_layers"), config.get("lora_parameters")
+    if type(number) is not int:
+        return f"num_layers must be a number of layers, not {number!r:.100}"
+    if not isinstance(parameters, dict):
+        return f"lora_parameters must be an object, not {parameters!r:.100}"
+    values: list[Any] = [parameters.get(name) for name in ("rank", "scale", "dropout", "keys")]
+    rank, scale, dropout, keys = values
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        return f"rank must be from 1 to {MAX_RANK}, not {rank!r:.100}"
+    if type(scale) not in (int, float) or not math.isfinite(scale):
+        return f"scale must be a number, not {scale!r:.100}"
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        return f"dropout must be from 0 to below 1, not {dropout!r:.100}"
+    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        return f"keys must be a list of names, not {keys!r:.100}"
+    return None
+
+
+def _put_on(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """New adapters, as the settings say."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    if config.get("fine_tune_type") != "full":
+        try:
+            linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
+
+
+def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that have adapters, by their paths."""
+    return [(path, module) for path, module in model.named_modules() if "lora_a" in module]
+
+
+def _require_names(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+    """Raises InvalidArgument if the matrices are not those of the adapters on ``model``."""
+    wanted = list(plan.shards)
+    if config.get("fine_tune_type") != "full":
+        wanted = [name for name in parameters(model) if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+        if missing := [name for name in wanted if name not in weights]:
+            raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
+    if more := [name for name in weights if name not in wanted]:
+        raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
+
+
+def _require_linear(model: nn.Module) -> None:
+    """Raises InvalidArgument if there are adapters on other layers: in a batch these cannot have several."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    for path, layer in _adapted(model):
+        if not isinstance(layer, LoRALinear):
+            raise InvalidArgument(
+                f"load_sharded: each of several adapters must be on linear layers, and one is a {type(layer).__name__} "
+                f"on {path}; train it with other keys, or fuse it with mlx_lm.fuse"
+            )
+
+
+def _shards(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
+    """This rank's shard of each."""
+    for name, full in weights.items():
+        layer, _, matrix = name.rpartition(".")
+        weight = plan.shards.get(f"{layer}.weight")
+        if shard := plan.shards.get(name):
+            yield name, shard.take(full, rank)
+        else:
+            yield name, adapter_shard(weight, matrix, full, rank) if weight else full

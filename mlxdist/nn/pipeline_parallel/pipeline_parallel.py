@@ -1,0 +1,90 @@
+"""Makes a model of mlx-lm a stage of a pipeline, in place."""
+
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.interception import intercept
+from mlxdist.nn.rank_checks import agree, agreed, described
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from .layers import Layers, find_layers
+from .missing_layers import drop_layer, drop_parameters
+from .stage import Stage, stage_of
+from .stage_plan import StagePlan, plan_of_layers, stages_of
+
+__all__ = ["pipeline_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | None = None) -> M:
+    """Makes this rank's stage of a model of mlx-lm, in place. Collective; no parameter is evaluated.
+
+    ``model(tokens, cache=...)``, called by all ranks with the same arguments, then returns the logits of the full
+    model on all ranks, and a rank computes no more than its own layers. So mlx-lm's commands and generators work as
+    they are: caches have an entry for each layer, and those of other stages' layers hold no keys and values.
+    ``model.stage`` is the :class:`Stage`, for loops that keep several batches on their way. ``model.parameters()`` are
+    those of this stage. Shard layers first (:func:`shard_model`), and call mlx-lm's ``grad_checkpoint`` first.
+
+    Args:
+        model: full, or with layers that are sharded over other ranks than those of ``group``.
+        group: the ranks, one for each stage, such as ``mesh["pp"]``; ``None`` is the group of ``mlxdist.init()``.
+        plan: of :func:`plan_stages`, the same on all ranks; ``None`` makes one with stages of equal parameters.
+
+    Returns:
+        ``model``. In a group of one it is unchanged, but for ``model.stage``.
+
+    Raises:
+        InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is for another model or number
+            of ranks. The same on all ranks; the model is unchanged.
+        Mismatch: the ranks have different plans, or models with other parameters, dtypes or frozen ones.
+    """
+    group = group_of(group)
+    layers: Any = None
+    with agreed("pipeline_parallel", group, None if plan is None else plan.to_json(), described(model)):
+        if stage_of(model) is not None:
+            raise InvalidArgument("pipeline_parallel: the model is a stage already")
+        layers = find_layers(model)
+        plan = plan or plan_of_layers(model, layers, group.size())
+        plan.check(model, layers)
+        if plan.stages != group.size():
+            raise InvalidArgument(
+                f"pipeline_parallel: the plan has {plan.stages} stages, and the group {group.size()} ranks"
+            )
+    assert plan is not None
+    agree("pipeline_parallel", group, None, {"arrays between layers": layers.taken})
+    stage = Stage(model, layers, plan, group)
+    _routed(model, stage, layers)
+    _drop_others(model, stage, layers)
+    return model
+
+
+def _routed(model: Any, stage: Stage, layers: Layers) -> None:
+    """Every layer goes by way of the stage, and the model, too."""
+
+    def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return stage._call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
+
+    def call_model(kind: Any, model: nn.Module, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        return stage._connected(tokens, *args, **keywords)
+
+    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
+    for layer in model.layers:
+        intercept(layer, __call__=call_layer)
+    intercept(model, __call__=call_model)
+    model.stage = stage
+
+
+def _drop_others(model: Any, stage: Stage, layers: Layers) -> None:
+    """Takes out of the model what other stages hold."""
+    for number, layer in enumerate(model.layers):
+        if not any(number in chunk for chunk in stage.chunks):
+            drop_layer(layer)
+    modules = dict(model.named_modules())
+    for path, when in layers.outside.items():
+        if stage.index not in stages_of(when, stage.stages):
+            drop_parameters(modules[path])
