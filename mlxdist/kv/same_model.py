@@ -1,8 +1,9 @@
 """Which model a cache is of: what senders and receivers compare."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +18,21 @@ __all__ = ["described_model", "require_same_model"]
 _SAMPLE = 4  # elements of each parameter
 
 
+class _Known(NamedTuple):
+    """A model that was described, and its arrays then: to describe one takes as long as to send a small cache."""
+
+    model: ref[nn.Module]
+    held: list[ref[mx.array]]
+    description: dict[str, Any]
+
+    def is_of(self, model: nn.Module, arrays: list[mx.array]) -> bool:
+        is_alike = self.model() is model and len(self.held) == len(arrays)
+        return is_alike and all(held() is array for held, array in zip(self.held, arrays))
+
+
+_known: dict[int, _Known] = {}
+
+
 def described_model(model: Any) -> dict[str, Any]:
     """A model for JSON: its configuration, and a hash of what this rank holds of it, by shapes and some elements.
 
@@ -29,6 +45,24 @@ def described_model(model: Any) -> dict[str, Any]:
         )
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"kv: model must be an mlx.nn.Module, not {type(model).__name__}")
+    arrays = list(_arrays(model))
+    known = _known.get(id(model))
+    if known is None or not known.is_of(model, arrays):
+        forget = lambda _, key=id(model): _known.pop(key, None)
+        known = _known[id(model)] = _Known(ref(model, forget), [ref(array) for array in arrays], _described(model))
+    return known.description
+
+
+def _arrays(tree: Any) -> Iterator[mx.array]:
+    """All arrays in a module, dict or list: as tree_flatten, in a sixth of its time."""
+    for node in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(node, mx.array):
+            yield node
+        elif isinstance(node, dict | list | tuple):
+            yield from _arrays(node)
+
+
+def _described(model: nn.Module) -> dict[str, Any]:
     arrays = sorted(dict(tree_flatten(model.parameters())).items())
     sample = [x.reshape(-1)[:_SAMPLE].astype(mx.float32) for _, x in arrays]
     held = blake2b(repr([(path, x.shape) for path, x in arrays]).encode(), digest_size=16)

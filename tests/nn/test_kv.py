@@ -7,6 +7,8 @@ import pytest
 import tiny_models
 from guides import program_of
 
+from mlxdist.kv.same_model import described_model
+
 pytest.importorskip("mlx_lm")
 
 LONG = pytest.mark.long
@@ -47,6 +49,17 @@ def test_bytes_that_are_no_message(run_ranks, text):
 @pytest.mark.parametrize("layers", [ARRAY_OF_NO_DTYPE, pytest.param('[["os", []]]', marks=LONG)])
 def test_messages_that_describe_no_cache(run_ranks, layers):
     right(run_ranks, 2, "bad_layers", layers)
+
+
+def test_a_model_is_described_once():
+    """As long as it has the same arrays: other weights make another description."""
+    model, other = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    described = described_model(model)
+    assert described_model(model) is described and described_model(other) is not described
+    model.model.norm.weight = model.model.norm.weight + 1
+    assert described_model(model)["part"] != described["part"]
+    model.model.layers[0].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight[:-1]
+    assert described_model(model)["part"] not in (described["part"], described_model(other)["part"])
 
 
 def test_a_sender_that_dies(run_ranks):
