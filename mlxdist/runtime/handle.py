@@ -113,15 +113,17 @@ class Operation:
         return ended
 
     def _leave(self, handle: Any, ended: bool, status: int, text: str) -> None:
+        memory = None  # given up behind the lock, and behind the handle: it may be the last to hold the group
         with self._lock:
             self._waiting -= 1
             if ended and self.status is None:
                 self.status, self._text = status, text
-                self._memory = None
             if self.status is not None and self._waiting == 0:
                 lib.mlxdist_handle_free(handle)
                 self.call.handle = ffi.NULL
                 self._pending.running.discard(self)
+                memory, self._memory = self._memory, None
+        del memory
 
     @property
     def is_awaited(self) -> bool:

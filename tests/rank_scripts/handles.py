@@ -184,6 +184,21 @@ def dropped() -> None:
     assert len(filler) == 20
 
 
+def outlive_their_group() -> None:
+    """A handle of a group that the program has let go of: waited for, and dropped."""
+    for is_dropped in (False, True) * 5:
+        own = group.split(0)
+        first, second = (mlxdist.all_sum(mine(8), group=own, async_op=True) for _ in range(2))
+        first.wait()  # the engine keeps an operation that has ended for the next one of its group
+        del own
+        if not is_dropped:
+            require(second.wait(), np.float32(total), "operation of a group that is gone")
+        del first, second
+        gc.collect()
+        for _ in range(3):
+            mlxdist.all_max(np.ones(1), async_op=True).wait()
+
+
 def threads() -> None:
     """Several threads: each starts operations on a group of its own; all wait for one handle together."""
     groups = [group.split(0) for _ in range(4)]

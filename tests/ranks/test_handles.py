@@ -14,6 +14,7 @@ SCENARIOS = [
     "many_in_flight",
     "opposite_order",
     "dropped",
+    "outlive_their_group",
     "threads",
 ]
 
