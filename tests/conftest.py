@@ -11,8 +11,65 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from resident_ranks import RanksFailed, ResidentRanks
 
 RANK_SCRIPTS = Path(__file__).parent / "rank_scripts"
+# These scripts leave nothing behind that others would see, so ranks that stay run them: to start Python, MLX and mlx-lm
+# takes longer than most of them. Others end processes, look at what a start does, or count from it.
+RESIDENT = {
+    "batches.py",
+    "clip_grad_norm.py",
+    "collectives.py",
+    "context_attention.py",
+    "context_parallel.py",
+    "cuts.py",
+    "data_parallel.py",
+    "equal_inputs.py",
+    "expert_balance.py",
+    "expert_gradients.py",
+    "expert_grid.py",
+    "expert_low_latency.py",
+    "expert_overlap.py",
+    "expert_parallel.py",
+    "expert_policy.py",
+    "expert_training.py",
+    "few_tokens.py",
+    "fully_shard.py",
+    "gradient_guard.py",
+    "gradient_order.py",
+    "gradients.py",
+    "kv.py",
+    "loading.py",
+    "loading_adapters.py",
+    "lora.py",
+    "mesh.py",
+    "message_gradients.py",
+    "mixed_precision.py",
+    "mlx_fully_shard.py",
+    "mlx_operations.py",
+    "nan_guard.py",
+    "ordering.py",
+    "parallel_attention.py",
+    "parallel_mlp.py",
+    "parallel_sampling.py",
+    "pipeline.py",
+    "pipeline_training.py",
+    "router_balance.py",
+    "seeds.py",
+    "sequences.py",
+    "shapes.py",
+    "shard_model.py",
+    "special_floats.py",
+    "split_block.py",
+    "split_models.py",
+    "tensor_parallel.py",
+    "throughput.py",
+    "training.py",
+    "value_and_grad.py",
+    "vocab_parallel.py",
+}
+RESIDENT_TIMEOUT = 240  # seconds: the longest of their tests
+_resident: dict[int, ResidentRanks] = {}
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
 
 
@@ -54,6 +111,14 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def resident() -> Iterator[None]:
+    """Ranks that stay end well, too, after all that they have run."""
+    yield
+    ends = {ranks: of_ranks.close() for ranks, of_ranks in _resident.items() if of_ranks.is_usable}
+    assert not any(status for status, _ in ends.values()), ends
+
+
 @pytest.fixture
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
@@ -73,15 +138,11 @@ def _run_ranks(
     status: int | None = 0,
     environment: dict[str, str] | None = None,
 ) -> list[str]:
+    if script in RESIDENT and status == 0 and not environment:
+        return _by_resident_ranks(str(script), ranks, args, timeout)
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
     command += [sys.executable, str(RANK_SCRIPTS / script), *map(str, args)]
-    # A test that hangs should say which operation hangs: the engine's timeout comes before the test's.
-    variables = os.environ | {
-        "MLXDIST_TIMEOUT": f"{timeout / 2:g}",
-        "MLXDIST_TUNING_FILE": "none",
-        "MLXDIST_FLIGHT_DIR": "none",
-    }
-    variables |= environment or {}
+    variables = os.environ | _variables(timeout) | (environment or {})
     launcher = subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -96,6 +157,22 @@ def _run_ranks(
             f"{script} on {ranks} ranks ended with {launcher.returncode}, expected {status}; it printed\n{output}"
         )
     return _by_rank(output, ranks)
+
+
+def _variables(timeout: float) -> dict[str, str]:
+    """A test that hangs should say which operation hangs: the engine's timeout comes before the test's."""
+    return {"MLXDIST_TIMEOUT": f"{timeout / 2:g}", "MLXDIST_TUNING_FILE": "none", "MLXDIST_FLIGHT_DIR": "none"}
+
+
+def _by_resident_ranks(script: str, ranks: int, args: tuple[object, ...], timeout: float) -> list[str]:
+    try:
+        if ranks in _resident and not _resident[ranks].is_usable:
+            _resident.pop(ranks).close()
+        if ranks not in _resident:
+            _resident[ranks] = ResidentRanks(ranks, os.environ | _variables(RESIDENT_TIMEOUT))
+        return _resident[ranks].run(RANK_SCRIPTS / script, [str(arg) for arg in args], timeout)
+    except RanksFailed as error:
+        pytest.fail(f"{script} on {ranks} ranks that stay: {error}")
 
 
 def _stop(launcher: subprocess.Popen) -> str:
