@@ -6,7 +6,7 @@
     x = mlxdist.all_sum(x)                              # on mx.array (lazy) and NumPy arrays
     model.shard(group.mlx)                              # group.mlx is an mx.distributed.Group
 
-Names load on first use: the launcher needs neither MLX nor the compiled half.
+Names load on first use, and so do mlxdist.nn and mlxdist.train: the launcher needs neither MLX nor the compiled half.
 """
 
 import importlib
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from . import nn as nn
+    from . import train as train
     from .base.errors import *  # noqa: F403
     from .runtime.default_group import finalize as finalize
     from .runtime.default_group import init as init
@@ -47,12 +49,15 @@ _MODULES = {
     "runtime.step": ("set_step",),
     "train": ("all_reduce_grads", "average_gradients"),
 }
+_PACKAGES = ("nn", "train")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'mlxdist' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
@@ -61,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_PACKAGES])

@@ -88,6 +88,10 @@ class Mesh:
         lines += ["  " + "  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}" for row in rows]
         return "\n".join([*lines, *(f"  {name} over {self.path(name).label}" for name in shown)])
 
+    def __repr__(self) -> str:
+        where = ", ".join(f"{name} {place}" for name, place in self.coordinates.items() if self.sizes[name] > 1)
+        return f"<mlxdist.Mesh {_product(self.sizes)}, rank {self.group.rank()}{where and ' at '}{where}>"
+
     def path(self, axis: str) -> Path:
         """The worst path between two neighbors along ``axis``. Raises InvalidArgument: there is no such axis."""
         (name,) = self._axes(axis)

@@ -17,6 +17,9 @@ for warning in caught:
     print("warning", warning.message)
 print(str(mesh) if rank == 0 else mesh.coordinates)
 
+shown = [f"{name} {place}" for name, place in mesh.coordinates.items() if mesh.sizes[name] > 1]
+product = str(mesh).splitlines()[0].partition(": ")[2]
+assert repr(mesh) == f"<mlxdist.Mesh {product}, rank {rank}{' at ' * bool(shown)}{', '.join(shown)}>", repr(mesh)
 assert list(mesh.sizes) == ["pp", "dp", "fsdp", "cp", "ep", "tp"] and mesh.ranks.size == group.size()
 assert mesh.ranks[tuple(mesh.coordinates.values())] == rank
 everyone = mlxdist.all_gather(np.array([rank], np.int32))

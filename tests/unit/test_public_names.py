@@ -48,7 +48,7 @@ def test_every_name_of_nn_is_documented(name):
 
 def test_list_has_no_name_twice_and_hides_none():
     assert len(set(mlxdist.__all__)) == len(mlxdist.__all__)
-    assert dir(mlxdist) == sorted(mlxdist.__all__)
+    assert dir(mlxdist) == sorted([*mlxdist.__all__, "nn", "train"])
     for module in ("runtime.ops", "runtime.point_to_point"):
         names = importlib.import_module(f"mlxdist.{module}").__all__
         assert set(names) <= set(mlxdist.__all__), f"public in mlxdist.{module}, but not in mlxdist"
@@ -124,3 +124,10 @@ def test_public_names_lie_where_a_reader_looks(package):
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
         listed = f"{folder.__doc__} {module.__doc__}"
         assert file.stem == snake or re.search(rf"\b{name}\b", listed), f"{package}.{name} is in {file}"
+
+
+def test_packages_load_on_first_use():
+    assert run_python("import mlxdist, sys; print('mlx.core' in sys.modules, mlxdist.nn.shard_model.__name__)") == (
+        "False shard_model\n"
+    )
+    assert run_python("import mlxdist; print(mlxdist.train.fully_shard.__name__)") == "fully_shard\n"
