@@ -19,11 +19,11 @@ _SAMPLE = 4  # elements of each parameter
 
 
 class _Known(NamedTuple):
-    """A model that was described, and its arrays then: to describe one takes as long as to send a small cache."""
+    """What a rank holds of a model, and its arrays then: to find it out takes as long as to send a small cache."""
 
     model: ref[nn.Module]
     held: list[ref[mx.array]]
-    description: dict[str, Any]
+    part: str
 
     def is_of(self, model: nn.Module, arrays: list[mx.array]) -> bool:
         is_alike = self.model() is model and len(self.held) == len(arrays)
@@ -45,12 +45,18 @@ def described_model(model: Any) -> dict[str, Any]:
         )
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"kv: model must be an mlx.nn.Module, not {type(model).__name__}")
+    arguments = {name: repr(value) for name, value in getattr(getattr(model, "args", None), "__dict__", {}).items()}
+    return {"arguments": {"file": source_of(model)} | arguments, "part": _part(model)}
+
+
+def _part(model: nn.Module) -> str:
+    """Found once for each array of the model, as which shard it is does not change when its values do."""
     arrays = list(_arrays(model))
     known = _known.get(id(model))
     if known is None or not known.is_of(model, arrays):
         forget = lambda _, key=id(model): _known.pop(key, None)
-        known = _known[id(model)] = _Known(ref(model, forget), [ref(array) for array in arrays], _described(model))
-    return known.description
+        known = _known[id(model)] = _Known(ref(model, forget), [ref(array) for array in arrays], _hash(model))
+    return known.part
 
 
 def _arrays(tree: Any) -> Iterator[mx.array]:
@@ -62,13 +68,12 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
             yield from _arrays(node)
 
 
-def _described(model: nn.Module) -> dict[str, Any]:
+def _hash(model: nn.Module) -> str:
     arrays = sorted(dict(tree_flatten(model.parameters())).items())
     sample = [x.reshape(-1)[:_SAMPLE].astype(mx.float32) for _, x in arrays]
     held = blake2b(repr([(path, x.shape) for path, x in arrays]).encode(), digest_size=16)
     held.update(np.array(mx.concatenate(sample) if sample else mx.zeros(0)).tobytes())
-    arguments = {name: repr(value) for name, value in getattr(getattr(model, "args", None), "__dict__", {}).items()}
-    return {"arguments": {"file": source_of(model)} | arguments, "part": held.hexdigest()}
+    return held.hexdigest()
 
 
 def require_same_model(theirs: Sequence[Any], own: dict[str, Any], ranks: Sequence[int]) -> None:

@@ -134,7 +134,8 @@ def _reached(
 
     def watched(name: str, array: mx.array) -> mx.array:
         def note(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
-            if not all(_is_zero(cotangent) for cotangent in cotangents):
+            # MLX gives zeros to an argument of mx.checkpoint that the result does not depend on.
+            if not all(map(bridge.is_zeros, cotangents)):
                 found.add(name)
             return cotangents
 
@@ -153,9 +154,3 @@ def _reached(
         model.update(tree)
         mx.random.seed(high << 32 | low)
     return [name for name in (*names, _RECEIVED, _RETURNED) if name in found]
-
-
-def _is_zero(cotangent: mx.array) -> bool:
-    """Whether it is zero whatever the loss: MLX's, of an argument of mx.checkpoint or another custom function that the
-    result does not depend on."""
-    return bridge.is_constant(cotangent) and not cotangent.any().item()

@@ -5,8 +5,7 @@ from common import LARGE, driver_calls, group, median_seconds, report, require, 
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxdist.nn import plan_shards, shard_model
-from mlxdist.nn.split_block import SplitModel, submissions
+from mlxdist.nn import SplitModel, plan_shards, shard_model, submissions
 
 LAYERS, HIDDEN = (16, 2048) if LARGE else (2, 64)
 PROMPT = mx.arange(7)[None]

@@ -291,8 +291,17 @@ def checkpointed() -> None:
         def penalized(model: nn.Module, *parts: mx.array) -> tuple[mx.array, int]:
             return loss_of(model, *parts) + model.layers[0].up.weight.square().sum(), 12
 
-        with pytest.raises(mlxdist.InvalidArgument, match="a term of the loss is made of 'layers.0.up.weight'"):
-            value_and_grad(model, penalized)(model, mine(tokens), mine(targets))
+        def annealed(model: nn.Module, *parts: mx.array) -> tuple[mx.array, int]:
+            return loss_of(model, *parts) + mx.array(0.0) * model.layers[0].up.weight.sum(), 12  # zero, as yet
+
+        def repeated(model: nn.Module, *parts: mx.array) -> tuple[mx.array, int]:
+            loss, _ = counted(model, *parts)
+            return sum((model(parts[0]).mean() for _ in range(15)), loss), 12
+
+        for loss in (penalized, annealed):
+            with pytest.raises(mlxdist.InvalidArgument, match="a term of the loss is made of 'layers.0.up.weight'"):
+                value_and_grad(model, loss)(model, mine(tokens), mine(targets))
+        mx.eval(value_and_grad(model, repeated)(model, mine(tokens), mine(targets)))
 
 
 def compiled() -> None:

@@ -10,7 +10,7 @@ policy.py            Policy, LinkCosts, Workload, calibrate: which of the ways i
 load_balancing.py    BalanceBias, ExpertLoad, count_experts: experts that are chosen about equally often
 capacity.py          tokens beyond an expert's capacity; fp8.py: tokens sent in 8 bits
 pairs.py             pairs of a token and an expert; comparisons.py: which calls the ranks compare
-checkpoint.py        checkpoint: activation checkpointing of a layer of experts
+activation_checkpointing.py  checkpoint: mx.checkpoint for layers of experts
 """
 
 from .activation_checkpointing import checkpoint

@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -84,16 +85,20 @@ static void wait_for_cpu_streams() {
   }
 }
 
-/* MLX says it only of an array: one that is always a tracer is seen as such while there is something to trace. */
-/* Whether an array is made of numbers that are known, and of no more than a few operations. */
-static bool is_constant(const mx::array& array, int& operations) {
-  if (array.size() == 1 && array.status() == mx::array::Status::available) return true;
-  if (!array.has_primitive() || operations-- == 0) return false;
-  for (const auto& input : array.inputs())
-    if (!is_constant(input, operations)) return false;
-  return true;
+/* Whether an array is the zeros that MLX makes of what has no gradient, or a sum of such: a product may be zero by its
+ * values alone. */
+static bool is_zeros(const mx::array& array) {
+  if (!array.has_primitive()) {
+    if (array.size() != 1 || array.status() != mx::array::Status::available) return false;
+    const auto* bytes = array.data<uint8_t>();
+    return std::all_of(bytes, bytes + array.itemsize(), [](uint8_t byte) { return byte == 0; });
+  }
+  static const std::unordered_set<std::string> kept = {"Add", "AsType", "Broadcast", "Full"};
+  const auto& inputs = array.inputs();
+  return kept.count(array.primitive().name()) && std::all_of(inputs.begin(), inputs.end(), is_zeros);
 }
 
+/* MLX says it only of an array: one that is always a tracer is seen as such while there is something to trace. */
 static bool traces() {
   static const mx::array* probe = [] {
     auto* array = new mx::array(0.0f); /* never freed: MLX may be gone when the process ends */
@@ -162,13 +167,8 @@ NB_MODULE(_bridge, m) {
   m.def(
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
-  m.def(
-      "is_constant",
-      [](const mx::array& array) {
-        int operations = 32;
-        return is_constant(array, operations);
-      },
-      "array"_a, "Whether an array is made of numbers that are known, and of no more than a few operations.");
+  m.def("is_zeros", &is_zeros, "array"_a,
+        "Whether an array is the zeros that MLX makes of what has no gradient, or a sum of such.");
   m.def(
       "fill_call",
       [](uintptr_t address, double timeout, uint64_t label) {
