@@ -172,6 +172,7 @@ def _by_resident_ranks(script: str, ranks: int, args: tuple[object, ...], timeou
             _resident[ranks] = ResidentRanks(ranks, os.environ | _variables(RESIDENT_TIMEOUT))
         return _resident[ranks].run(RANK_SCRIPTS / script, [str(arg) for arg in args], timeout)
     except RanksFailed as error:
+        _resident.pop(ranks, None)
         pytest.fail(f"{script} on {ranks} ranks that stay: {error}")
 
 

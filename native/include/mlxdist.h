@@ -517,7 +517,7 @@ int mlxdist_handle_wait(mlxdist_handle* handle, double timeout);
 /* 1 once the operation has ended, well or not. */
 int mlxdist_handle_done(mlxdist_handle* handle);
 
-/* Every handle is freed once; an operation that has not ended goes on without it. */
+/* Every handle is freed once, before its group is destroyed; an operation that has not ended goes on without it. */
 void mlxdist_handle_free(mlxdist_handle* handle);
 
 /* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree

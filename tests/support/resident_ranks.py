@@ -43,9 +43,8 @@ class ResidentRanks:
             listener.settimeout(START)
             command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
             command += [sys.executable, __file__, str(address), str(self._directory)]
-            variables = variables | {
-                "XDG_RUNTIME_DIR": str(self._directory)
-            }  # other tests see no job that they have not started
+            # In a directory of its own, or other tests would see a job that they have not started.
+            variables = variables | {"XDG_RUNTIME_DIR": str(self._directory)}
             self._launcher = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
@@ -57,7 +56,7 @@ class ResidentRanks:
         self.is_usable = True
 
     def run(self, script: Path, arguments: Sequence[str], timeout: float) -> list[str]:
-        """What each rank prints. Raises RanksFailed: an exception, an exit status, or no end after ``timeout`` s."""
+        """What each rank prints. Raises RanksFailed, and ends: an exception, an exit status, or ``timeout`` seconds."""
         job = json.dumps({"script": str(script), "arguments": arguments}).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of a rank that has died: it does not reply
             for connection in self._ranks.values():
