@@ -115,8 +115,9 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def resident() -> Iterator[None]:
     """Ranks that stay end well, too, after all that they have run."""
     yield
-    ends = {ranks: of_ranks.close() for ranks, of_ranks in _resident.items() if of_ranks.is_usable}
-    assert not any(status for status, _ in ends.values()), ends
+    usable = [ranks for ranks in _resident if _resident[ranks].is_usable]
+    ends = {ranks: of_ranks.close() for ranks, of_ranks in _resident.items()}
+    assert not any(ends[ranks][0] for ranks in usable), ends
 
 
 @pytest.fixture

@@ -186,10 +186,13 @@ def test_heartbeats_end_with_the_group(fast):
         assert wait_for(lambda: beats)
         members[0].report_failure(Error("enough"))
         assert wait_for(lambda: ended)  # the rank that reports it knows already
-        time.sleep(0.2)
-        before = len(beats)
-        time.sleep(0.2)
-        assert len(beats) == before
+
+        def have_ended() -> bool:
+            before = len(beats)
+            time.sleep(0.2)
+            return len(beats) == before
+
+        assert wait_for(have_ended)
 
 
 def peer(rank, age=1.0, position="in all_sum"):
