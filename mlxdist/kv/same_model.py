@@ -8,10 +8,9 @@ from weakref import ref
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..base.errors import InvalidArgument
-from ..nn.layout.modules import source_of
+from ..nn.layout.modules import parameters, source_of
 
 __all__ = ["described_model", "require_same_model"]
 
@@ -19,7 +18,7 @@ _SAMPLE = 4  # elements of each parameter
 
 
 class _Known(NamedTuple):
-    """What a rank holds of a model, and its arrays then: to find it out takes as long as to send a small cache."""
+    """Keeps what a rank holds of a model while its arrays stay: to hash them takes as long as to send a small cache."""
 
     model: ref[nn.Module]
     held: list[ref[mx.array]]
@@ -69,7 +68,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _hash(model: nn.Module) -> str:
-    arrays = sorted(dict(tree_flatten(model.parameters())).items())
+    arrays = sorted(parameters(model).items())
     sample = [x.reshape(-1)[:_SAMPLE].astype(mx.float32) for _, x in arrays]
     held = blake2b(repr([(path, x.shape) for path, x in arrays]).encode(), digest_size=16)
     held.update(np.array(mx.concatenate(sample) if sample else mx.zeros(0)).tobytes())

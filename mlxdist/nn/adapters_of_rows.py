@@ -32,6 +32,6 @@ def adapters_of_rows(adapters: Sequence[int]) -> Iterator[None]:
 
 
 def given_adapters() -> tuple[list[int], mx.array | None]:
-    """What :func:`adapters_of_rows` says here, and on the device; no numbers: no row has an adapter."""
+    """Returns what :func:`adapters_of_rows` says here, and on the device; no numbers: no row has an adapter."""
     given = _of_rows.get()
     return ([], None) if given is None else (list(given[0]), given[1])

@@ -100,7 +100,7 @@ class Averaging:
         self._known = _described(parameters)
 
     def structure(self, over: tuple[str, ...], is_weighted: bool) -> int:
-        """Of the messages: :meth:`BucketPlan.structure`."""
+        """Returns :meth:`BucketPlan.structure` of the messages."""
         if (over, is_weighted) not in self._structures:
             assert self.plan is not None
             self._structures[over, is_weighted] = self.plan.structure(is_weighted, over=over)

@@ -24,9 +24,9 @@ from .switch_glu import ExpertParallelSwitchGLU
 
 __all__ = [
     "BalanceBias",
+    "DispatchHandle",
     "ExpertLoad",
     "ExpertParallelSwitchGLU",
-    "DispatchHandle",
     "LinkCosts",
     "LowLatencyExchange",
     "Overlap",

@@ -19,8 +19,8 @@ from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ordering import Order, is_traced
 
+from ..layout.modules import parameters
 from ..rank_checks import agree, on_host
-from ..tensor_parallel.linear_layers import parameters_of
 from .capacity import limit
 from .comparisons import Comparisons
 from .dispatch import DispatchHandle, dispatched, dispatched_alike, exchange_routing, outgoing
@@ -392,7 +392,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
 def _describe(switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> str:
     """What must be the same on all ranks, in words short enough for a message."""
-    arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters_of(switch).items()]
+    arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters(switch).items()]
     shapes = zlib.crc32(f"{arrays} {policy.link}".encode())
     inside = sharding.tp_group.size() if sharding.tp_group else 1
     return f"{sharding.placement}, {inside} ranks each, {options}, arrays and policy {shapes:08x}"

@@ -1,4 +1,4 @@
-"""What a rank holds of a dimension, an array and a model: the ground that all parallel layers stand on.
+"""Describes what a rank holds of a dimension, an array and a model: the ground that all parallel layers stand on.
 
 partition.py        a dimension, in equal shards or by the ranks' shares
 measured_shares.py  the shares that `mlxdist calibrate` has measured

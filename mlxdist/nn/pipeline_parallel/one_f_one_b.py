@@ -1,4 +1,4 @@
-"""One forward, one backward pass in turn: the order in which a rank of a pipeline computes micro-batches."""
+"""Orders the micro-batches of the ranks of a pipeline: one forward, one backward pass in turn."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,11 @@ __all__ = ["one_f_one_b"]
 
 
 def one_f_one_b(
-    rank: int, stages: int, micro_batches: int, virtual: int = 1, *, all_forward: bool = False, splits: bool = False
-) -> Iterator[Action]:
-    """The actions of a rank: first as many forward passes as the first gradient takes to come, then one of each.
+    stages: int, micro_batches: int, virtual: int = 1, *, all_forward: bool = False, splits: bool = False
+) -> Iterator[tuple[Action, ...]]:
+    """Yields the actions of each rank: as many forward passes as the first gradient takes to come, then one of each.
 
     Args:
-        rank: of the pipeline.
         stages: ranks of the pipeline.
         micro_batches: of a step.
         virtual: stages of each rank: the interleaved schedule, if it is more than one.
@@ -27,10 +26,12 @@ def one_f_one_b(
     for start, stop in zip(ends, ends[1:]):
         forward += [(number, chunk) for chunk in range(virtual) for number in range(start, stop)]
         backward += [(number, chunk) for chunk in reversed(range(virtual)) for number in range(start, stop)]
-    behind, longest = stages - rank - 1, -(-micro_batches // rounds)
-    ahead = len(forward) if all_forward else behind if virtual == 1 else 2 * behind + (virtual - 1) * longest
-    # The first stage has no gradient to send, so it gains nothing by delaying W; the last can delay it longest.
-    return _in_turn(forward, backward, min(ahead, len(forward)), rank if splits else None)
+    longest = -(-micro_batches // rounds)
+    for rank in range(stages):
+        behind = stages - rank - 1
+        ahead = len(forward) if all_forward else behind if virtual == 1 else 2 * behind + (virtual - 1) * longest
+        # The first stage has no gradient to send, so it gains nothing by delaying W; the last can delay it longest.
+        yield tuple(_in_turn(forward, backward, min(ahead, len(forward)), rank if splits else None))
 
 
 def _in_turn(

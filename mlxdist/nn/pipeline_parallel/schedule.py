@@ -219,8 +219,7 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int =
     require_counts("pipeline_schedule", stages=stages, micro_batches=micro_batches, virtual=virtual)
     if stages > MAX_RANKS:
         raise InvalidArgument(f"pipeline_schedule: stages must be from 1 to {MAX_RANKS}, not {stages}")
-    options = {"all_forward": name == "gpipe", "splits": name == "zero_bubble"}
-    rows = [tuple(one_f_one_b(rank, stages, micro_batches, virtual, **options)) for rank in range(stages)]
+    rows = one_f_one_b(stages, micro_batches, virtual, all_forward=name == "gpipe", splits=name == "zero_bubble")
     return Schedule(name, stages, micro_batches, virtual, tuple(rows))
 
 

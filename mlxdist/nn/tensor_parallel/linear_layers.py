@@ -13,9 +13,10 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
-from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
+
+from ..layout.modules import parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,13 +37,6 @@ def check_linear(name: str, linear: nn.Module) -> None:
     )
 
 
-def parameters_of(module: nn.Module) -> dict[str, mx.array]:
-    """All arrays of a module and of those in it, by their path."""
-    found: dict[str, mx.array] = {}
-    tree_flatten(module.parameters(), destination=found)
-    return found
-
-
 def check_has(name: str, module: nn.Module, keys: Sequence[str], kind: str) -> None:
     """Rejects a module without one of the attributes ``keys``."""
     if missing := [key for key in keys if not hasattr(module, key)]:
@@ -51,7 +45,7 @@ def check_has(name: str, module: nn.Module, keys: Sequence[str], kind: str) -> N
 
 def check_parts(name: str, module: nn.Module, linears: Sequence[str], others: Sequence[str] = ()) -> None:
     """Rejects a module with parameters besides ``others`` and these linear layers, which are plain or quantized."""
-    found = {path.split(".")[0] for path in parameters_of(module)}
+    found = {path.split(".")[0] for path in parameters(module)}
     if more := sorted(found.difference(linears, others)):
         raise InvalidArgument(f"{name}: {type(module).__name__} has other parameters, too: {', '.join(more)}")
     for key in linears:

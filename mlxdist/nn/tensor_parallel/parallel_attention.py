@@ -20,11 +20,12 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 
 from ..layout.measured_shares import RankShares, resolve
+from ..layout.modules import parameters
 from ..layout.partition import copy_to_holders, require_counts, shard_slice, split_sizes
 from ..mappings import copy_to_tensor_parallel_region
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .linear_layers import check_has, check_parts, dims, mapped, parameters_of, quantization_unit
+from .linear_layers import check_has, check_parts, dims, mapped, quantization_unit
 from .parallel_linear import ParallelLinear
 from .row_parallel import RowParallelLinear
 
@@ -363,7 +364,7 @@ def _check(name: str, attention: nn.Module) -> None:
             f"have {n_kv_heads * head_dim} outputs and o_proj {q[0]} inputs, not {k[0]}, {v[0]} and {o[1]}"
         )
     for key in _NORMS:
-        for path, parameter in parameters_of(attention[key]).items() if key in attention else ():
+        for path, parameter in parameters(attention[key]).items() if key in attention else ():
             if parameter.shape != (head_dim,):
                 raise InvalidArgument(
                     f"{name}: {key}.{path} has shape {parameter.shape}, not ({head_dim},): a norm over more than a "

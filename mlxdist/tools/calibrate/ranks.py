@@ -77,7 +77,7 @@ class Algorithms:
 
 
 class ExpertLinks:
-    """One case, without fields: what `mlxdist.nn.expert_parallel.policy.calibrate` measures."""
+    """Measures one case, without fields: that of `mlxdist.nn.expert_parallel.policy.calibrate`."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world = world
