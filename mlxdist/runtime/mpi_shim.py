@@ -219,7 +219,9 @@ def _give_streams(label_thread: int) -> None:
     messages to a rank and those from it: MLX gives it what is evaluated in that order, which is alike on all ranks.
 
     What does not come this way, functions that were imported before and mx.import_function, may use the streams that
-    MLX has now; the label of the stream makes another order of these a Mismatch.
+    MLX has now for collectives: the label of the stream makes another order of these a Mismatch. Messages have no such
+    label, since the other rank may have another stream: they may use the default stream of this thread alone, where
+    this thread's other messages are, too.
     """
     import mlx.core as mx
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -66,6 +67,41 @@ def two_streams_imported_before() -> None:
     new = mx.new_stream(mx.cpu)
     expect("InvalidArgument", "newer than mx.distributed.init()", lambda: mx.eval(all_sum(mx.ones((3,)), stream=new)))
     sums_in_another_order(all_sum, streams)
+
+
+def messages_imported_before() -> None:
+    """Messages of MLX's own functions are in one stream, that of the functions with its names, or an error."""
+    send, recv, streams = mx.distributed.send, mx.distributed.recv, [mx.new_stream(mx.cpu) for _ in range(2)]
+    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for stream in streams:
+        refused = "messages of two streams have no order"
+        expect("InvalidArgument", refused, lambda stream=stream: mx.eval(send(mx.ones((8,)), to, stream=stream)))
+        expect("InvalidArgument", refused, lambda stream=stream: mx.eval(recv((8,), mx.float32, source, stream=stream)))
+    for number in range(20):
+        came = []
+        for place, by_name in enumerate([True, False] if number % 2 else [False, True]):
+            stream = streams[place]
+            x = late_if((rank + number) % 2 == place, mx.full((8,), 10.0 * number + place), stream)
+            mx.async_eval(mx.distributed.send(x, to, stream=stream) if by_name else send(x, to))
+            named = (rank + place) % 2
+            came.append((mx.distributed.recv if named else recv)((8,), mx.float32, source))
+            mx.async_eval(came[-1])
+        assert [one[0].item() for one in came] == [10.0 * number + place for place in range(2)], number
+
+
+def messages_of_threads() -> None:
+    """Threads that come one after the other have a stream each, and may send and receive."""
+    rank, size = mx.distributed.init().rank(), mx.distributed.init().size()
+
+    def message(number: int) -> float:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            mx.async_eval(mx.distributed.send(mx.full((8,), float(number)), (rank + 1) % size))
+            return mx.distributed.recv((8,), mx.float32, (rank - 1) % size)[0].item()
+
+    for number in range(5):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(message, number).result() == number
 
 
 def late_if(late: bool, x: mx.array, stream: mx.Stream) -> mx.array:

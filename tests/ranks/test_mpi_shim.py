@@ -46,6 +46,12 @@ def test_two_streams_of_functions_imported_before_are_a_mismatch(run_ranks):
         assert re.search(r"Mismatch: ranks disagree: .* in mx.distributed in CPU stream [12]", output), output
 
 
+@pytest.mark.parametrize("scenario", ["messages_imported_before", "messages_of_threads"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_have_one_order(run_ranks, scenario, ranks):
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, scenario))
+
+
 @pytest.mark.parametrize(
     "scenario",
     [

@@ -10,9 +10,9 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <tuple>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "mlx/scheduler.h"
 
@@ -37,15 +37,22 @@ static std::shared_ptr<Connection> connect(uintptr_t group) {
   return Connection::connect(reinterpret_cast<mlxdist_group*>(group));
 }
 
-static void label_stream(const mx::Stream& stream, const std::string& text, uintptr_t label_thread) {
+/* `text` is the label of the collectives in that stream. `messages`: those that it sends and receives have an order. */
+static void label_stream(const mx::Stream& stream, const std::string& text, bool messages, uintptr_t label_thread) {
   uint64_t label = mlxdist_label(text.c_str());
-  mx::scheduler::enqueue(stream, [=] { reinterpret_cast<void (*)(uint64_t)>(label_thread)(label); });
+  mx::scheduler::enqueue(stream, [=] { reinterpret_cast<void (*)(uint64_t, bool)>(label_thread)(label, messages); });
 }
 
+/* Of the thread that has called mx.distributed.init(): its default one then. */
+static thread_local std::optional<mx::Stream> stream_of_messages;
+
 static void label_streams(uintptr_t label_thread) {
+  stream_of_messages = mx::default_stream(mx::Device::cpu);
   int number = 0;
-  for (const auto& stream : mx::get_streams())
-    if (stream.device == mx::Device::cpu) label_stream(stream, "CPU stream " + std::to_string(++number), label_thread);
+  for (const auto& stream : mx::get_streams()) {
+    if (stream.device != mx::Device::cpu) continue;
+    label_stream(stream, "CPU stream " + std::to_string(++number), stream == *stream_of_messages, label_thread);
+  }
 }
 
 static bool is_own(const mx::distributed::Group& group) {
@@ -53,22 +60,25 @@ static bool is_own(const mx::distributed::Group& group) {
 }
 
 /* Streams belong to the thread that uses them. mlxdist's own groups need no such order. A group that is gone may leave
- * its address to a later one, and its stream with it: any stream will do, if it is one. */
+ * its address to a later one, and its stream with it: any stream will do, if it is one. Messages of the thread that has
+ * called mx.distributed.init() are in that one's stream, where those of functions that were imported before are. */
 static mx::Stream one_stream(const std::optional<mx::distributed::Group>& group, int way, mx::StreamOrDevice s,
                              uintptr_t label_thread) {
+  static thread_local std::map<std::pair<const void*, int>, mx::Stream> streams;
   static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, std::thread::id>, mx::Stream> streams;
-  static std::unordered_set<int> known;
+  static std::unordered_map<int, std::pair<std::string, bool>> known;
   auto stream = mx::to_stream(s, mx::Device::cpu);
   if (stream.device != mx::Device::cpu) return stream; /* which MLX refuses */
   auto members = group ? *group : mx::distributed::init();
   if (is_own(members)) return stream;
+  bool is_message = way >= 0;
+  if (is_message && stream_of_messages) stream = *stream_of_messages;
+  stream = streams.try_emplace({members.raw_group().get(), way}, stream).first->second;
   std::lock_guard lock(mutex);
-  stream = streams.try_emplace({members.raw_group().get(), way, std::this_thread::get_id()}, stream).first->second;
-  if (!known.contains(stream.index)) {
-    label_stream(stream, "stream " + std::to_string(known.size() + 1), label_thread);
-    known.insert(stream.index);
-  }
+  auto [found, is_new] = known.try_emplace(stream.index, "stream " + std::to_string(known.size() + 1), is_message);
+  auto& [text, messages] = found->second;
+  if (is_new || (is_message && !messages)) label_stream(stream, text, is_message, label_thread);
+  messages = messages || is_message;
   return stream;
 }
 
@@ -140,12 +150,15 @@ NB_MODULE(_bridge, m) {
   m.def(
       "raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
       "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
-  m.def("label_streams", &label_streams, "label_thread"_a,
-        "Calls `label_thread`, the address of void (*)(uint64_t), in the thread of each CPU stream that there is: with "
-        "its number among these.");
-  m.def("one_stream", &one_stream, "group"_a.none(), "way"_a, "stream"_a.none(), "label_thread"_a,
-        "The CPU stream that this thread's operations of a group and a way have: that of the first one. It is labeled "
-        "as the first stream that this function has returned, or the second.");
+  m.def(
+      "label_streams", &label_streams, "label_thread"_a,
+      "Calls `label_thread`, the address of void (*)(uint64_t, bool), in the thread of each CPU stream that there is: "
+      "with its label, and whether it is the default stream of this thread, which messages may use.");
+  m.def(
+      "one_stream", &one_stream, "group"_a.none(), "way"_a, "stream"_a.none(), "label_thread"_a,
+      "The CPU stream that this thread's operations of a group and a way have: that of the first one, or for messages "
+      "(ways from 0) of the thread that has called label_streams, the default stream then. It is labeled as the first "
+      "stream that this function has returned, or the second.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");

@@ -71,9 +71,14 @@ static int is_busy() {
   return !is_idle();
 }
 
+/* Of the thread of a stream. */
 static thread_local uint64_t label_of_thread = 0;
+static thread_local bool orders_messages = false;
 
-static void label_thread(uint64_t label) { label_of_thread = label; }
+static void label_thread(uint64_t label, bool messages) {
+  label_of_thread = label;
+  orders_messages = orders_messages || messages;
+}
 
 mlxdist_call collective_call() {
   if (label_of_thread == 0) {
@@ -85,6 +90,15 @@ mlxdist_call collective_call() {
   call.timeout = -1;
   call.label = label_of_thread;
   return call;
+}
+
+void check_message(const char* name) {
+  if (orders_messages) return;
+  throw Error(MLXDIST_INVALID_ARGUMENT,
+              std::string("messages of two streams have no order: ") + name +
+                  " was imported before mx.distributed.init(), and is in another stream than the default one of the "
+                  "thread that has called that; call it by its name, mx.distributed." +
+                  name);
 }
 
 const Shim shim{drain_world, close_world, error_reported, is_busy, label_thread};

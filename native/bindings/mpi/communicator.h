@@ -37,8 +37,9 @@ struct Shim {
   void (*close)();
   int (*error_reported)(); /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated */
   int (*is_busy)();        /* 1 while an operation runs */
-  /* In the thread of a stream: collectives in it have this label from now on. */
-  void (*label_thread)(uint64_t label);
+  /* In the thread of a stream: collectives in it have this label from now on, and with `messages` it may send and
+   * receive: what does so in this stream is evaluated in the order of the program. */
+  void (*label_thread)(uint64_t label, bool messages);
 };
 extern const Shim shim;
 
@@ -53,6 +54,9 @@ void destroy_freed();
 
 /* For a collective in this thread. Its label is the stream; throws if that has none. */
 mlxdist_call collective_call();
+
+/* For a message in this thread, by the name of MLX's function: throws if the thread's stream may have none. */
+void check_message(const char* name);
 
 /* Runs `operation`, which returns a mlxdist_status or throws an Error, on the group of `comm`. Throws what goes wrong,
  * and raises it soon. */

@@ -106,6 +106,7 @@ int MPI_Allgather(const void* in, int in_count, MPI_Datatype in_type, void* out,
 int MPI_Send(const void* data, int count, MPI_Datatype type, int to, int, MPI_Comm comm) {
   run(comm, [=](mlxdist_group* group) {
     auto layout = layout_of(data, count, type);
+    check_message("send");
     return mlxdist_send(group, data, &layout, to, nullptr);
   });
   return MPI_SUCCESS;
@@ -115,6 +116,7 @@ int MPI_Send(const void* data, int count, MPI_Datatype type, int to, int, MPI_Co
 int MPI_Recv(void* data, int count, MPI_Datatype type, int from, int, MPI_Comm comm, MPI_Status* status) {
   run(comm, [=](mlxdist_group* group) {
     auto layout = layout_of(data, count, type);
+    check_message("recv");
     return mlxdist_recv(group, data, &layout, from, nullptr);
   });
   *status = {from, 0, MPI_SUCCESS, 0, static_cast<size_t>(count) * mlxdist_dtype_size(type->dtype)};
