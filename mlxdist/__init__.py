@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import train as train
     from .base.errors import *  # noqa: F403
-    from .runtime.default_group import finalize as finalize
-    from .runtime.default_group import init as init
-    from .runtime.group import Group as Group
-    from .runtime.handle import Handle as Handle
+    from .runtime.diagnostics.step import set_step as set_step
+    from .runtime.group.default_group import finalize as finalize
+    from .runtime.group.default_group import init as init
+    from .runtime.group.group import Group as Group
+    from .runtime.group.handle import Handle as Handle
+    from .runtime.group.registration import Registration as Registration
     from .runtime.mesh import Mesh as Mesh
     from .runtime.mesh import mesh as mesh
-    from .runtime.ops import *  # noqa: F403
-    from .runtime.point_to_point import *  # noqa: F403
-    from .runtime.registration import Registration as Registration
-    from .runtime.step import set_step as set_step
+    from .runtime.operations.collectives import *  # noqa: F403
+    from .runtime.operations.point_to_point import *  # noqa: F403
     from .train import all_reduce_grads as all_reduce_grads
     from .train import average_gradients as average_gradients
 
@@ -36,17 +36,17 @@ _MODULES = {
         Aborted EnvironmentVariableError Error InvalidArgument Mismatch NonFinite PeerLost RendezvousError ResourceError
         Timeout TransportError VersionMismatch
     """.split(),
-    "runtime.default_group": ("finalize", "init"),
-    "runtime.group": ("Group",),
-    "runtime.handle": ("Handle",),
+    "runtime.group.default_group": ("finalize", "init"),
+    "runtime.group.group": ("Group",),
+    "runtime.group.handle": ("Handle",),
     "runtime.mesh": ("Mesh", "mesh"),
-    "runtime.ops": """
+    "runtime.operations.collectives": """
         all_gather all_max all_min all_reduce all_sum all_to_all all_to_all_v barrier broadcast gather get_rank
         get_world_size is_available meet reduce reduce_scatter scatter sum_scatter
     """.split(),
-    "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
-    "runtime.registration": ("Registration",),
-    "runtime.step": ("set_step",),
+    "runtime.operations.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
+    "runtime.group.registration": ("Registration",),
+    "runtime.diagnostics.step": ("set_step",),
     "train": ("all_reduce_grads", "average_gradients"),
 }
 _PACKAGES = ("nn", "train")

@@ -14,9 +14,9 @@ from mlxdist.nn.interception import become, restore
 
 from .base.errors import InvalidArgument, NonFinite
 from .nn.rank_checks import agreed
-from .runtime.arguments import group_of
-from .runtime.group import Group
-from .runtime.ops import all_min, broadcast
+from .runtime.group.group import Group
+from .runtime.operations.arguments import group_of
+from .runtime.operations.collectives import all_min, broadcast
 
 __all__ = ["NanGuard"]
 

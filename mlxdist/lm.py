@@ -27,8 +27,8 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.models.load import load_sharded
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.runtime.default_group import init
-from mlxdist.runtime.ops import broadcast
+from mlxdist.runtime.group.default_group import init
+from mlxdist.runtime.operations.collectives import broadcast
 from mlxdist.serve.stop_words import AnswerText, Sections
 
 __all__ = ["load", "main", "sharded_load"]

@@ -1,7 +1,7 @@
 """The tuning file: what `mlxdist calibrate` has measured, with a section for each reader.
 
     "hosts"         how fast each host is, by name: mlxdist/cluster/hostfile/rank_shares.py
-    "algorithms"    which algorithm an operation uses: mlxdist/runtime/tuning.py
+    "algorithms"    which algorithm an operation uses: mlxdist/runtime/group/tuning.py
     "expert_links"  what exchanges of tokens cost: mlxdist/nn/expert_parallel/policy.py
 
 Its reader checks a section; docs/tuning.md describes the format. MLXDIST_TUNING_FILE names the file, or is "none".

@@ -13,7 +13,7 @@ from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
-from mlxdist.runtime.flight_records import read_directory
+from mlxdist.runtime.diagnostics.flight_records import read_directory
 from mlxdist.tools.observe.collect import Collected, find_ranks
 from mlxdist.tools.observe.stragglers import analyze
 from mlxdist.tools.observe.top_table import rank_table

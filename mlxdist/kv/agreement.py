@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..base.errors import InvalidArgument, Mismatch, located
-from ..runtime.group import Group
+from ..runtime.group.group import Group
 from .messages import INVALID, recv_json, send_json
 
 __all__ = ["answer", "attempt", "no_cache", "propose"]

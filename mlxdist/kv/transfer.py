@@ -8,8 +8,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..base.errors import InvalidArgument
-from ..runtime.default_group import init
-from ..runtime.group import Group
+from ..runtime.group.default_group import init
+from ..runtime.group.group import Group
 from .agreement import answer, attempt, no_cache, propose
 from .holdings import Held, holdings
 from .messages import INVALID, Receives, Sends

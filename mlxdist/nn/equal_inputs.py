@@ -19,7 +19,7 @@ from zlib import crc32
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
 
 from .adapters_of_rows import given_adapters

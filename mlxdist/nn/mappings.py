@@ -14,16 +14,16 @@ also the same gradients of them, and one where each holds its own. The sequence-
 holds a shard of the sequence and one where all hold all of it, with gradients of their own: they are adjoint to each
 other in the plain sense.
 
-``x`` has the dtypes of :mod:`mlxdist.runtime.ops` and any shape, the same on all ranks; the result has its dtype, and
-its shape but for ``axis``, which is as many times longer or shorter as there are ranks where shards are joined or
-split.
+``x`` has the dtypes of :mod:`mlxdist.runtime.operations.collectives` and any shape, the same on all ranks; the result
+has its dtype, and its shape but for ``axis``, which is as many times longer or shorter as there are ranks where shards
+are joined or split.
 
 All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one they change nothing. ``group`` is a
 :class:`mlxdist.Group`; ``None`` is the group of ``mlxdist.init()``.
 
 Raises, all of them:
     InvalidArgument: ``axis`` is none of ``x``, or cannot be split into as many equal shards as there are ranks.
-    What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
+    What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.label import label_scope, next_text
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather, all_sum, sum_scatter
 
 __all__ = [
     "copy_to_tensor_parallel_region",

@@ -11,8 +11,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument, Mismatch, located
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather
 
 __all__ = ["agree", "agreed", "described", "on_host", "texts"]
 

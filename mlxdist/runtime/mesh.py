@@ -9,10 +9,10 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
 
-from . import ops
-from .default_group import default_group
 from .devices.paths import Path
-from .group import Group
+from .group.default_group import default_group
+from .group.group import Group
+from .operations import collectives
 
 __all__ = ["Mesh", "mesh"]
 
@@ -65,7 +65,7 @@ class Mesh:
         names = tuple(name for name in self._axes(axes) if self.sizes[name] > 1)
         if names not in self._groups:
             own = np.array([name in names for name in self.sizes], np.int32)
-            for rank, theirs in enumerate(ops.all_gather(own[None], group=self.group)):
+            for rank, theirs in enumerate(collectives.all_gather(own[None], group=self.group)):
                 if not np.array_equal(own, theirs):
                     others = [name for name, is_used in zip(self.sizes, theirs) if is_used]
                     raise Mismatch(f"mesh: this rank makes the group of {names}, and rank {rank} that of {others}")
@@ -188,7 +188,7 @@ def _gather(group: Group, sizes: dict[str, int]) -> tuple[list[str], np.ndarray]
     """The host of each rank, and the `Path` between every two."""
     world, n = group._world, group.size()
     own = [world.rank, *sizes.values()]
-    rows = ops.all_gather(np.array([own], np.int32), group=group)
+    rows = collectives.all_gather(np.array([own], np.int32), group=group)
     for rank, row in enumerate(rows.tolist()):
         if row[1:] != own[1:]:
             theirs = _product(dict(zip(sizes, row[1:])))
@@ -197,7 +197,7 @@ def _gather(group: Group, sizes: dict[str, int]) -> tuple[list[str], np.ndarray]
     known[0, :n] = [world.native_group.paths[rank] for rank in rows[:, 0]]
     host = world.host.encode()[:_MAX_HOST_BYTES]
     known[0, n : n + len(host)] = list(host)
-    known = ops.all_gather(known, group=group)
+    known = collectives.all_gather(known, group=group)
     hosts = [bytes(row[n:]).rstrip(b"\0").decode(errors="replace") for row in known]
     return hosts, np.minimum(known[:, :n], known[:, :n].T)
 

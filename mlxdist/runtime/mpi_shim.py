@@ -198,7 +198,7 @@ def join(shim: int) -> tuple[int, int]:
 
     Returns the address of the engine's group, and that of the bridge's ``operation_failed``.
     """
-    from .default_group import init
+    from .group.default_group import init
     from .native import bridge
 
     group = init()

@@ -14,7 +14,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.load import LoadReport, load_sharded
 from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .adapters import AdaptedModel
 from .options import ServeOptions

@@ -14,7 +14,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.host_identity import host_identity
 from mlxdist.nn.rank_checks import agree, texts
 from mlxdist.runtime.device_memory import device_limit
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 __all__ = ["UNLIMITED", "cache_sizes", "reserved", "tokens_that_fit"]
 

@@ -21,7 +21,7 @@ from mlxdist.nn.models.load.weight_sources import open_model
 from mlxdist.nn.models.plan import Plan, plan_shards
 from mlxdist.nn.pipeline_parallel import StagePlan, plan_stages
 from mlxdist.nn.rank_checks import agreed, texts
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .scheduler import say
 

@@ -19,9 +19,9 @@ from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.default_group import init
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import broadcast
+from mlxdist.runtime.group.default_group import init
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import broadcast
 
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend

@@ -35,7 +35,7 @@ from mlxdist.base.validation import (
 )
 from mlxdist.nn.models.load.blobs import broadcast_blob, gather_blobs
 from mlxdist.nn.models.load.weight_checks import fingerprint
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.version import __version__
 
 from .decisions import MAX_PROMPT, SEGMENTS

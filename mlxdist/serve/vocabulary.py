@@ -22,9 +22,9 @@ from mlx_lm.server import SamplingArguments
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn import ParallelLMHead, VocabParallelSampler
 from mlxdist.nn.layout.partition import join, shard_slice, split_sizes
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather
+from mlxdist.runtime.operations.ordering import Order
 
 __all__ = ["VocabParallelModel"]
 

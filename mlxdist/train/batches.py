@@ -11,9 +11,9 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.measured_shares import RankShares
 from mlxdist.nn.layout.partition import require_counts, shard_slice, split_sizes
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.operations.arguments import group_of
 
 from .rows import Dataset, PackedRows, PaddedRows, Rows
 from .schedules import BatchRampUp

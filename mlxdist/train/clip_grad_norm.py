@@ -16,10 +16,10 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.pipeline_parallel.stage import stage_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
-from mlxdist.runtime.ops import all_sum
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.operations.collectives import all_sum
+from mlxdist.runtime.operations.ordering import Order
 
 __all__ = ["clip_grad_norm"]
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.ordering import Order
 
 from .gradient_buckets import DEFAULT_BUCKET_BYTES, BucketPlan, Gradient, check_reduce_dtype
 

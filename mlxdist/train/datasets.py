@@ -11,8 +11,8 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import strict_json
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from .rows import Dataset
 

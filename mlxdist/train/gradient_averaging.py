@@ -13,8 +13,8 @@ from mlxdist.nn.context_parallel.context_parallel import is_context_parallel
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed, described
-from mlxdist.runtime.channel import Channel
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.channel import Channel
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
 
 from .gradient_buckets import BucketPlan, Gradient

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.packing import pack, unpack
+from mlxdist.runtime.operations.packing import pack, unpack
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Bucket", "BucketPlan", "Gradient", "check_reduce_dtype", "sum_dtype"]
 

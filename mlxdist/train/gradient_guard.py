@@ -9,9 +9,9 @@ from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument, NonFinite, name_ranks
 from mlxdist.nn.rank_checks import agreed, texts
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather
 
 __all__ = ["GradientGuard"]
 

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_min
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_min
 
 from .loss_scaling import LossScale, check_loss_scale, first_state, next_state
 from .rounding import round_stochastically

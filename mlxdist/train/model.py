@@ -19,7 +19,7 @@ from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.models.plan import plan_shards, shard_model
 from mlxdist.nn.pipeline_parallel import pipeline_parallel, plan_stages
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint import Checkpoints

@@ -17,7 +17,7 @@ from mlxdist.nn.pipeline_parallel import Schedule, Stage
 from mlxdist.nn.pipeline_parallel.layers import Boundary, Passed
 from mlxdist.nn.pipeline_parallel.timeline import Action, Stamps
 from mlxdist.nn.pipeline_parallel.transfer import GradientTransfer
-from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.operations.collectives import all_sum
 
 from . import gradient_accumulation
 from .gradient_averaging import NAME, Averaging

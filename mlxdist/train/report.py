@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .config import TrainConfig
 from .throughput import Throughput

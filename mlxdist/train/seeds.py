@@ -11,9 +11,9 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.operations.arguments import group_of
 
 __all__ = ["MAX_SEED", "Seeds", "mix"]
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline_parallel.stage import stage_of
-from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.operations.collectives import all_sum
 
 __all__ = ["Terms", "collecting", "stage_loss"]
 

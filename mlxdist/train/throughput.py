@@ -11,9 +11,9 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather
 
 from .flops import FlopsPerToken
 

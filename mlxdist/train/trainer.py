@@ -16,11 +16,11 @@ import mlx.nn as nn
 from mlxdist.debug import NanGuard
 from mlxdist.nn.context_parallel import shard_sequence
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.diagnostics.step import set_step
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.mesh import mesh as make_mesh
-from mlxdist.runtime.ops import all_sum
-from mlxdist.runtime.step import set_step
+from mlxdist.runtime.operations.collectives import all_sum
 
 from .batches import Batches
 from .checkpoint import Checkpoints

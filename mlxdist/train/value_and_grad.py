@@ -11,9 +11,9 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline_parallel import Schedule, Stage, pipeline_schedule
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.operations.arguments import group_of
 
 from .gradient_averaging import NAME, Averaging
 from .gradient_buckets import DEFAULT_BUCKET_BYTES, check_reduce_dtype

@@ -2,8 +2,8 @@
  * Deadlocks: ranks that wait for each other, or for one that has left, will wait for ever.
  *
  * The engine knows which operations make no progress, for which transfer of which rank each of them waits, and which
- * threads wait. mlxdist/runtime/deadlock.py puts together what the ranks know, and fails the group where nothing can
- * come any more.
+ * threads wait. mlxdist/runtime/diagnostics/deadlock.py puts together what the ranks know, and fails the group where
+ * nothing can come any more.
  */
 #pragma once
 

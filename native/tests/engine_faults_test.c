@@ -200,7 +200,7 @@ static void late_repetitions(struct world *world, int rank, int size) {
 }
 
 /* Two groups, called one after the other, in another order on the last rank: legal for ranks with more threads, so the
- * deadline ends it here. mlxdist/runtime/deadlock.py finds it where ranks can ask each other. */
+ * deadline ends it here. mlxdist/runtime/diagnostics/deadlock.py finds it where ranks can ask each other. */
 static void opposite_order(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_options options;

@@ -16,7 +16,7 @@ from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.ssh.protocol import FrameError, Frames, Kind, after_greeting, unpack_json
 from mlxdist.cluster.ssh.rpc_client import CallError, unpack_response
 from mlxdist.cluster.ssh.rpc_server import respond
-from mlxdist.runtime import tuning
+from mlxdist.runtime.group import tuning
 
 __all__ = ["TARGETS"]
 

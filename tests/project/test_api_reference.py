@@ -29,7 +29,7 @@ ENTRIES = {
 }
 # Arguments that a module describes for all of its functions.
 OF_MODULES = dict.fromkeys(
-    ("mlxdist.runtime.ops", "mlxdist.runtime.point_to_point"),
+    ("mlxdist.runtime.operations.collectives", "mlxdist.runtime.operations.point_to_point"),
     {"group", "stream", "out", "dtype", "async_op", "timeout"},
 ) | {"mlxdist.nn.mappings": {"group"}}
 ALL_NAMES = [(package, name) for package in PACKAGES for name in package.__all__ if name != "__version__"]

@@ -17,7 +17,7 @@ import numpy as np
 
 import mlxdist
 from mlxdist.base.errors import Error
-from mlxdist.runtime.deadlock import TAG
+from mlxdist.runtime.diagnostics.deadlock import TAG
 from mlxdist.runtime.native import check, lib
 
 group = mlxdist.init()

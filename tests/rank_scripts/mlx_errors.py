@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.runtime import flight_recorder
+from mlxdist.runtime.diagnostics import flight_recorder
 
 group = mlxdist.init()
 rank, size, world = group.rank(), group.size(), group.mlx

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 import mlxdist
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.operations.ordering import Order
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -21,8 +21,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
 from mlxdist.nn.models.cuts import cuts
+from mlxdist.runtime.diagnostics.step import current_computing
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.step import current_computing
 from mlxdist.train import clip_grad_norm, fully_shard, stage_loss, value_and_grad
 from mlxdist.train.trainer import masked_loss
 

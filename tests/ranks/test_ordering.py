@@ -1,4 +1,4 @@
-"""Order of runtime/ordering.py: operations run alike on all ranks, whatever their graphs are and what they evaluate."""
+"""Operations run alike on all ranks, whatever their graphs are and what they evaluate."""
 
 
 def test_operations_in_one_order(run_ranks):

@@ -8,7 +8,8 @@ import pytest
 import mlxdist
 
 OPERATIONS = sorted(
-    {*mlxdist._MODULES["runtime.ops"], *mlxdist._MODULES["runtime.point_to_point"]} - {"get_rank", "get_world_size"}
+    {*mlxdist._MODULES["runtime.operations.collectives"], *mlxdist._MODULES["runtime.operations.point_to_point"]}
+    - {"get_rank", "get_world_size"}
 )
 OPERATIONS.remove("is_available")
 
@@ -63,7 +64,7 @@ def test_what_is_no_deadline_is_rejected(alone, seconds):
     with pytest.raises(mlxdist.InvalidArgument, match=r"Group.timeout: timeout is .*, but must be a number of seconds"):
         alone.timeout = seconds
     assert alone.timeout is None
-    for x in (np.ones(3), mlxdist.runtime.ops.mx.ones(3)):
+    for x in (np.ones(3), mlxdist.runtime.operations.collectives.mx.ones(3)):
         with pytest.raises(mlxdist.InvalidArgument, match="all_sum: timeout is"):
             mlxdist.all_sum(x, timeout=seconds)
     with pytest.raises(mlxdist.InvalidArgument, match="mlxdist.init: timeout is"):

@@ -10,7 +10,7 @@ import pytest
 from reference import DTYPES
 
 import mlxdist
-from mlxdist.runtime.tuning import ALGORITHMS
+from mlxdist.runtime.group.tuning import ALGORITHMS
 from mlxdist.tools.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible, least_copies
 from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
 from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy, add, count_wrong, storage

@@ -13,7 +13,12 @@ import pytest
 from launching import running, wait_for
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.flight_records import MAX_OPERATIONS, read_directory, read_flight_record, record_file_name
+from mlxdist.runtime.diagnostics.flight_records import (
+    MAX_OPERATIONS,
+    read_directory,
+    read_flight_record,
+    record_file_name,
+)
 from mlxdist.tools.observe.stragglers import analyze
 from mlxdist.tools.observe.trace import trace
 

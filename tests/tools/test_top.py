@@ -22,7 +22,7 @@ from mlxdist import set_step
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import top as command
 from mlxdist.launch.jobs import find_job, read_job
-from mlxdist.runtime.flight_records import check_record
+from mlxdist.runtime.diagnostics.flight_records import check_record
 from mlxdist.runtime.rendezvous.observer import observe
 from mlxdist.tools.observe.collect import JobRanks
 from mlxdist.tools.observe.stragglers import RankState

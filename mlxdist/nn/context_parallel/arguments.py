@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .sequence import local_axis
 

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.nn.split_block.rotary import FIXED
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..interception import become
 from .ring_attention import ring_attention

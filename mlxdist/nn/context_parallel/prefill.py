@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from .sequence import gather_sequence, shard_sequence
 
@@ -39,7 +39,7 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], group: Group | N
     Raises:
         InvalidArgument: the prompt is empty or not of one dimension.
         Mismatch: on all ranks: it is not the same on all of them.
-        What :mod:`mlxdist.runtime.ops` raises.
+        What :mod:`mlxdist.runtime.operations.collectives` raises.
     """
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 

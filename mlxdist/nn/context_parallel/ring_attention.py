@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.nn.mappings import without_gradient
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.point_to_point import sendrecv
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.point_to_point import sendrecv
 
 from .arguments import Mask, check_attention
 from .sequence import chunk_starts
@@ -58,7 +58,7 @@ def ring_attention(
 
     Raises:
         InvalidArgument: shapes, dtypes or ``mask`` do not fit.
-        What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
+        What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
     """
     group = group_of(group)
     check_attention("ring_attention", (q, k, v), mask, sinks, window_size, group)

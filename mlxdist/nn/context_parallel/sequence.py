@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import gather_from_sequence_parallel_region
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 __all__ = ["chunk_starts", "gather_sequence", "in_order", "local_axis", "shard_sequence", "zigzag"]
 

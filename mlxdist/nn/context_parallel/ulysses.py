@@ -7,9 +7,9 @@ Models", arXiv:2309.14509.
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_to_all
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_to_all
 
 from .arguments import Mask, check_attention
 from .sequence import gather_sequence, in_order, zigzag
@@ -52,7 +52,7 @@ def ulysses_attention(
     Raises:
         InvalidArgument: shapes, dtypes or ``mask`` do not fit; or the number of ranks does not divide the heads, or
             neither divides nor is a multiple of the key heads.
-        What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
+        What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
     """
     group = group_of(group)
     check_attention("ulysses_attention", (q, k, v), mask, sinks, window_size, group)

@@ -24,10 +24,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, all_to_all_v
-from mlxdist.runtime.ordering import Order, chained
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather, all_to_all_v
+from mlxdist.runtime.operations.ordering import Order, chained
 
 from ..rank_checks import agree, on_host
 from .fp8 import ExchangeDtype, through, through_e4m3

@@ -9,8 +9,8 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
-from mlxdist.runtime.ordering import chained
+from mlxdist.runtime.operations.collectives import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.operations.ordering import chained
 
 from .fp8 import through, through_e4m3
 from .replicated import Experts, optional, own_experts, with_rows

@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_sum
 
 from ..rank_checks import agreed
 from .fp8 import dtype_name

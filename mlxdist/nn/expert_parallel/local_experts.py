@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ops import all_sum
-from mlxdist.runtime.ordering import Order, chained, is_traced
+from mlxdist.runtime.operations.collectives import all_sum
+from mlxdist.runtime.operations.ordering import Order, chained, is_traced
 
 from ..layout.cut import Cut, Range
 from ..layout.partition import join, scaled, split_sizes, take

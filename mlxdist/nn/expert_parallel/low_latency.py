@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_to_all
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_to_all
 
 from ..mappings import without_gradient
 from ..rank_checks import agree

@@ -11,10 +11,10 @@
 
 (DeepSeek-V3, arXiv:2412.19437, hides the exchange so behind the shared expert and a second micro-batch.)
 
-The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.ops, ``async_op``), which the
-engine's own thread carries on. A second stream of MLX would do without the copy of what arrives, but operations on two
-streams may begin in another order on each rank. Handles are started in the order of the program, in a group of their
-own, and so may go on beside any other collective.
+The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.operations.collectives,
+``async_op``), which the engine's own thread carries on. A second stream of MLX would do without the copy of what
+arrives, but operations on two streams may begin in another order on each rank. Handles are started in the order of the
+program, in a group of their own, and so may go on beside any other collective.
 
 What is hidden: the time in which transfers were in flight, as the engine measured it, less that in which this rank did
 nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of
@@ -31,11 +31,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.handle import Handle
-from mlxdist.runtime.ops import all_to_all_v
-from mlxdist.runtime.ordering import is_traced
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.handle import Handle
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_to_all_v
+from mlxdist.runtime.operations.ordering import is_traced
 
 from ..mappings import without_gradient
 from .dispatch import DispatchHandle as Routing

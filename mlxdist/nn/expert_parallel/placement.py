@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from ..layout.partition import split_sizes
 

@@ -35,9 +35,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
 
 from .dispatch import route
 from .placement import Placement

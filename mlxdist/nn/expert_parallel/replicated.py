@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
-from mlxdist.runtime.ordering import Order, chained
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.operations.ordering import Order, chained
 
 from .fp8 import ExchangeDtype, through
 from .local_experts import base, compute, compute_own, projections, skips_others, tied

@@ -12,12 +12,12 @@ import numpy as np
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.cuda import computes_on_cuda
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ordering import Order, is_traced
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.ordering import Order, is_traced
 
 from ..layout.modules import parameters
 from ..rank_checks import agree, on_host

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .partition import slice_along
 

@@ -18,9 +18,9 @@ from numbers import Integral, Real
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_sum
 
 from ..mappings import gather_from_tensor_parallel_region, with_backward, with_gradients
 from .measured_shares import RankShares, resolve

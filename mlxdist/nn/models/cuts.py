@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import FullyShardedModule
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from ..expert_parallel.local_experts import expert_cut, projections
 from ..expert_parallel.switch_glu import ExpertParallelSwitchGLU

@@ -12,8 +12,8 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.plan import shard_model
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..equal_inputs import compare_inputs
 from ..rank_checks import agree, agreed, described

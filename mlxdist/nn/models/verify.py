@@ -10,9 +10,9 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch, name_ranks
 from mlxdist.base.model_directory import model_directory
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, broadcast
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
 from ..layout.modules import dtype_name
 from ..rank_checks import agreed

@@ -8,8 +8,8 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.interception import intercept
 from mlxdist.nn.rank_checks import agree, agreed, described
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from .layers import Layers, find_layers
 from .missing_layers import drop_layer, drop_parameters

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.equal_inputs import inputs_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.operations.ordering import Order
 
 from .layers import Boundary, Layers, Like, at, with_value
 from .missing_layers import advance

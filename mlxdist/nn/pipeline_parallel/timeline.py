@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from rich.text import Text
 
+from mlxdist.runtime.diagnostics.step import Computed, set_computing
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.step import Computed, set_computing
 
 __all__ = ["Action", "Span", "Stamps", "Timeline"]
 

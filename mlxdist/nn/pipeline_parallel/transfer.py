@@ -6,9 +6,9 @@ from functools import partial
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.channel import Channel
+from mlxdist.runtime.group.channel import Channel
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ordering import Order
+from mlxdist.runtime.operations.ordering import Order
 
 from ..layout.modules import dtype_name
 from .layers import Boundary, Passed

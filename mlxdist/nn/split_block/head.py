@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from ..layout.partition import join, split_sizes
 from .merged import LinearShard, merge, project

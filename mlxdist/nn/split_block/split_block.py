@@ -26,9 +26,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_sum
 
 from ..rank_checks import agreed, described
 from .merged import project

@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import Segments, split_sizes
 from ..mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region

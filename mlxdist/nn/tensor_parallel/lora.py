@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from ..interception import become, restore
 from ..layout.cut import Cut

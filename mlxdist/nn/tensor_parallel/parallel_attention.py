@@ -15,9 +15,9 @@ from mlx import nn
 from mlx.utils import tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.measured_shares import RankShares, resolve
 from ..layout.modules import parameters

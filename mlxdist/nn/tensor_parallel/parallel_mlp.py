@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import require_counts, split_sizes
 from ..rank_checks import agreed, described

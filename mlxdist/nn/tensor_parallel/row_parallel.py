@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import scatter, split_sizes
 from ..mappings import (

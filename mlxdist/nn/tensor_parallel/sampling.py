@@ -16,7 +16,7 @@ gathered numbers. Logits are float16, bfloat16 or float32; what is computed from
 Raises, all of them:
     InvalidArgument: logits of another dtype, or whose last dimension is not this rank's entry of ``sizes``; ``sizes``
         that are not one per rank.
-    What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
+    What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, all_max, all_sum
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.collectives import all_gather, all_max, all_sum
 
 from ..layout.partition import check_sizes, own_tokens, shard_slice
 from ..rank_checks import agreed

@@ -20,7 +20,7 @@ from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import ranks_have
 
-from ..flight_records import rank_directory
+from ..diagnostics.flight_records import rank_directory
 from .authentication import Refused, authenticate, observer_secret, read_frame
 from .event_loop import Connection
 from .heartbeat import Member, PeerStatus, pack_peer_status, unpack_peer_status

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from mlxdist.cluster.facts.collect import collect_here
-from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, OPERATIONS, TUNED, Row
+from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, OPERATIONS, TUNED, Row
 
 from ..bench.results import by_case, table_of
 from ..bench.runner import Runner

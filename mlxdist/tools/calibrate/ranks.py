@@ -8,8 +8,8 @@ from typing import Any
 import mlxdist
 from mlxdist.base.environment import Environment
 from mlxdist.nn.expert_parallel.policy import calibrate
+from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, Row
 from mlxdist.runtime.native import check, ffi, lib
-from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, Row
 
 from ..bench.operations import CASES, SAME_AS, Eager, Inputs
 from ..bench.rank import time_case

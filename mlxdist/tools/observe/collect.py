@@ -21,7 +21,7 @@ from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections
 from mlxdist.launch.jobs import Job, exact_job, find_job, read_job
 from mlxdist.launch.jobs_on_hosts import full_name_of, request_jobs
-from mlxdist.runtime.flight_records import (
+from mlxdist.runtime.diagnostics.flight_records import (
     FlightRecord,
     check_record,
     pid_file,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlxdist.base.errors import name_ranks, ranks_have
-from mlxdist.runtime.flight_records import FlightRecord, Operation, group_name
+from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation, group_name
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 
 from .clocks import at_one_time

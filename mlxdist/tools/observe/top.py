@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mlxdist.runtime.flight_records import FlightRecord
+from mlxdist.runtime.diagnostics.flight_records import FlightRecord
 
 from .collect import JobRanks
 from .stragglers import RankState, analyze

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxdist.base.errors import name_ranks
-from mlxdist.runtime.flight_records import FlightRecord, Operation, group_name
+from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation, group_name
 
 from .clocks import wall_offsets
 

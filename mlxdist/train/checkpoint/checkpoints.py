@@ -23,10 +23,10 @@ import mlx.core as mx
 from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.cut import Cut
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.default_group import current_run
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.default_group import current_run
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.version import __version__
 
 from . import directory as layout

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .directory import step_directory, steps
 from .files import Unusable

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.runtime.default_group import current_run
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.default_group import current_run
+from mlxdist.runtime.group.group import Group
 
 from .files import Unusable, sync
 from .manifest import MANIFEST, File, Manifest

@@ -47,7 +47,7 @@ class Manifest:
     """What is in a checkpoint.
 
     Attributes:
-        step, run: of which it is; see ``mlxdist.runtime.default_group.current_run``.
+        step, run: of which it is; see ``mlxdist.runtime.group.default_group.current_run``.
         saved: when, in UTC, as ISO 8601.
         ranks: that have written it.
         mesh: the sizes of its axes, if there was a mesh.

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mlxdist.base.errors import Error, by_name, located
 from mlxdist.nn.models.load.blobs import gather_blobs
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 __all__ = ["each", "gather", "together"]
 

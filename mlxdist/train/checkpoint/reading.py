@@ -16,8 +16,8 @@ import numpy as np
 
 from mlxdist.base.safetensors_reader import ITEM_SIZES
 from mlxdist.nn.layout.cut import Cut, Piece
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.point_to_point import recv, send
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.point_to_point import recv, send
 
 from .directory import size_of
 from .files import DTYPES, TensorFile, Unusable, crc32_of

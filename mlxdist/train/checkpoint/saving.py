@@ -11,7 +11,7 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument, ResourceError, name_ranks
 from mlxdist.base.safetensors_reader import ITEM_SIZES
 from mlxdist.nn.layout.cut import Cut
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from .directory import file_name
 from .files import Snapshot, dtype_name, sync, write_tensors

@@ -14,9 +14,9 @@ from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.layout.modules import join_path
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.rank_checks import agreed, described
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.operations.arguments import group_of
 
 from .flat_shards import FlatShards, Slot, slots_of
 from .unit import METHODS, Unit, UnitChannel

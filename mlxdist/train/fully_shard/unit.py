@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten, tree_map
 from mlxdist.nn.interception import with_classes
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.models.plan.parallel_region import repeated
-from mlxdist.runtime.channel import Channel
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.channel import Channel
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
-from mlxdist.runtime.ordering import Order
-from mlxdist.runtime.packing import pack, unpack
+from mlxdist.runtime.operations.collectives import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.operations.ordering import Order
+from mlxdist.runtime.operations.packing import pack, unpack
 
 from .. import gradient_accumulation
 from .flat_shards import FlatShards, Slot

@@ -10,7 +10,7 @@ from pathlib import Path
 import cffi
 
 HEADER = Path(__file__).resolve().parents[2] / "include" / "mlxdist.h"
-# Functions of Python that the engine calls; mlxdist/runtime/world.py defines them.
+# Functions of Python that the engine calls; mlxdist/runtime/group/world.py defines them.
 CALLBACKS = 'extern "Python" void send_through_side_channel(void *, int32_t, const void *, uint64_t);'
 BEGIN, END = "/* cffi begins */", "/* cffi ends */"
 

@@ -1,8 +1,8 @@
 /*
  * The operations that MLX's distributed module has no slot for, and those whose gradient is another one here.
  *
- * mlxdist/runtime/ops.py checks the arguments and says what the operations do. `timeout` is the deadline in seconds,
- * negative for the group's; gradients have it too.
+ * mlxdist/runtime/operations/collectives.py checks the arguments and says what the operations do. `timeout` is the
+ * deadline in seconds, negative for the group's; gradients have it too.
  */
 #pragma once
 

@@ -1,5 +1,5 @@
 /* Which operations of groups the streams of MLX have to carry out. For finding ranks that wait for each other
- * (mlxdist/runtime/deadlock.py). */
+ * (mlxdist/runtime/diagnostics/deadlock.py). */
 #pragma once
 
 #include <cstdint>

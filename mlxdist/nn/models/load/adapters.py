@@ -19,7 +19,7 @@ from mlxdist.nn.layout.modules import dtype_name, parameters
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 from ..plan import Plan
 from ..plan.adapters import adapter_shard

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, broadcast
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
 __all__ = ["broadcast_blob", "gather_blobs"]
 

@@ -26,8 +26,8 @@ from mlxdist.nn.models.plan import shard_model
 from mlxdist.nn.pipeline_parallel import StagePlan, pipeline_parallel, plan_stages
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from ..plan import Plan, Shard, plan_shards
 from ..verify import require_agreement

@@ -20,9 +20,9 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, TransportError, name_ranks
 from mlxdist.base.safetensors_reader import Checkpoint, local_shape
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather, broadcast
-from mlxdist.runtime.point_to_point import recv, send
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather, broadcast
+from mlxdist.runtime.operations.point_to_point import recv, send
 
 from ..plan import Shard
 from .blobs import broadcast_blob

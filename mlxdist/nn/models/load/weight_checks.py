@@ -9,8 +9,8 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, name_ranks
 from mlxdist.base.safetensors_reader import Checkpoint, StoredTensor
-from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_gather
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather
 
 from .blobs import gather_blobs
 from .weight_sources import Source

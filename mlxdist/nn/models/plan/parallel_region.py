@@ -29,11 +29,11 @@ from mlxdist.nn.layout.modules import join_path, own_arrays, parameters, source_
 from mlxdist.nn.layout.partition import copy_to_holders
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, with_gradients, without_gradient
 from mlxdist.nn.tensor_parallel.lora import LoRALinear, ShardedLinear
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
-from mlxdist.runtime.ops import all_sum
-from mlxdist.runtime.packing import pack, unpack
+from mlxdist.runtime.operations.collectives import all_sum
+from mlxdist.runtime.operations.packing import pack, unpack
 
 from .adapters import adapter_axis, full_matrix
 from .layers import COLUMNS, put_in

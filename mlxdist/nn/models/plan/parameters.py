@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxdist.nn.layout.cut import Cut, Range, overlapping
 from mlxdist.nn.layout.partition import slice_along
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 __all__ = ["KINDS", "Shard", "overlap", "runs_of"]
 

@@ -23,8 +23,8 @@ from mlxdist.nn.layout.modules import join_path, parameters
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from mlxdist.nn.rank_checks import agree, described
 from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
-from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.arguments import group_of
 
 from .block import Block
 from .blocks import expert_shares, find_blocks

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxdist.base import errors
 
-from .native import check, ffi, lib
+from ..native import check, ffi, lib
 from .process_bound import ProcessBound
 
 __all__ = ["Registration"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .label import current_path, label_scope
-from .native import bridge
+from ..label import current_path, label_scope
+from ..native import bridge
 
 __all__ = ["Order", "chained", "is_traced"]
 

@@ -41,11 +41,11 @@ import numpy as np
 
 from mlxdist.base import errors
 
+from ..group.group import Group
+from ..label import next_label
+from ..native import bridge, lib
 from . import eager
 from .arguments import BarrierOptions, Call, Options, group_of, operation
-from .group import Group
-from .label import next_label
-from .native import bridge, lib
 
 __all__ = [
     "all_gather",

@@ -1,4 +1,5 @@
-"""Messages from one rank to another. Arguments, arrays and errors are those of :mod:`mlxdist.runtime.ops`.
+"""Messages from one rank to another. Arguments, arrays and errors are those of
+:mod:`mlxdist.runtime.operations.collectives`.
 
 Messages between two ranks are matched in order: what one sends first is what the other receives first, and must have
 the shape and dtype that the other expects.
@@ -29,11 +30,11 @@ from typing import Any, Unpack
 import mlx.core as mx
 import numpy as np
 
+from ..label import next_label
+from ..native import bridge
 from . import eager
 from .arguments import Call, Options, RecvOptions, SendOptions, operation
-from .label import next_label
-from .native import bridge
-from .ops import Array
+from .collectives import Array
 
 __all__ = ["recv", "recv_like", "send", "sendrecv"]
 

@@ -10,13 +10,14 @@ import mlx.core as mx
 from mlxdist.base import errors
 from mlxdist.base.environment import ALGORITHMS
 
-from . import at_exit, flight_recorder
+from ..diagnostics import flight_recorder
+from ..label import label_of, next_label
+from ..native import bridge, ffi, last_error, layout, lib
+from ..timeout import native_timeout
+from . import at_exit
 from .handle import Handle, Operation
-from .label import label_of, next_label
-from .native import bridge, ffi, last_error, layout, lib
 from .process_bound import ProcessBound
 from .registration import Registration
-from .timeout import native_timeout
 from .tuning import OPERATIONS
 from .world import World
 
@@ -103,7 +104,7 @@ class Group(ProcessBound):  # a layer and its copies communicate in one group
         """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part.
 
         Args:
-            timeout: seconds, as for operations (:mod:`mlxdist.runtime.ops`); ``None`` for that of the group.
+            timeout: seconds, as for :mod:`mlxdist.runtime.operations.collectives`; ``None`` for that of the group.
 
         Raises:
             Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.

@@ -11,8 +11,8 @@ from enum import IntEnum
 
 import mlx.core as mx
 
-from .internal_thread import InternalThread
-from .native import ffi, lib
+from ..internal_thread import InternalThread
+from ..native import ffi, lib
 
 __all__ = ["Freedom", "ProgramThreads"]
 

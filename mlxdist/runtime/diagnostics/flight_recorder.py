@@ -21,7 +21,8 @@ from mlxdist.base.errors import Error, from_status
 from mlxdist.runtime.internal_thread import InternalThread
 from mlxdist.version import __version__
 
-from . import signals
+from .. import signals
+from ..native import bridge, ffi, last_error, lib
 from .flight_records import (
     MAX_OPERATIONS,
     MAX_THREADS,
@@ -32,7 +33,6 @@ from .flight_records import (
     rank_directory,
     record_file_name,
 )
-from .native import bridge, ffi, last_error, lib
 from .step import current_computing, current_step
 
 __all__ = ["Recorder", "explain"]

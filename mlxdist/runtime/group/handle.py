@@ -8,8 +8,8 @@ from typing import Any
 
 from mlxdist.base import errors
 
-from . import flight_recorder
-from .native import ffi, last_error, lib
+from ..diagnostics import flight_recorder
+from ..native import ffi, last_error, lib
 from .process_bound import ProcessBound
 
 __all__ = ["Handle", "Operation", "Pending"]

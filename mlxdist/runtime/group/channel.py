@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from mlxdist.runtime.group import Group
+from mlxdist.runtime.group.group import Group
 
 __all__ = ["Channel"]
 

@@ -1,7 +1,7 @@
 """The operations on memory that is there: NumPy arrays, and all other objects with the buffer protocol.
 
-They run at once, or start (``async_op``), into a new array or in place. mlxdist.runtime.ops documents the arguments;
-this module checks those that concern memory.
+They run at once, or start (``async_op``), into a new array or in place. mlxdist.runtime.operations.collectives
+documents the arguments; this module checks those that concern memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 
 from mlxdist.base import errors
 
+from ..native import dtype_number, ffi, layout, lib
 from .arguments import Call
-from .native import dtype_number, ffi, layout, lib
 
 __all__ = [
     "all_gather",
@@ -245,7 +245,7 @@ def _memory(x: np.ndarray) -> Any:
 
 
 def _layout(call: Call, elements: np.dtype, shape: tuple[int, ...], dtype: Any) -> Any:
-    """dtype and shape for the engine; ``dtype`` may reinterpret the elements (see mlxdist.runtime.ops).
+    """dtype and shape for the engine; ``dtype`` may reinterpret the elements (see collectives.py).
 
     Raises:
         InvalidArgument: the engine cannot work on them.

@@ -8,10 +8,11 @@ from mlxdist.base import errors
 from mlxdist.base.batch_systems import reject_launchers
 from mlxdist.base.environment import Environment
 
-from . import at_exit, flight_recorder
+from ..diagnostics import flight_recorder
+from ..native import bridge
+from ..timeout import native_timeout
+from . import at_exit
 from .group import Group
-from .native import bridge
-from .timeout import native_timeout
 from .world import World
 
 __all__ = ["current_run", "default_group", "finalize", "init"]

@@ -8,10 +8,10 @@ import mlx.core as mx
 
 from mlxdist.base import errors
 
-from .default_group import default_group
-from .group import Group
-from .label import next_label
-from .timeout import native_timeout
+from ..group.default_group import default_group
+from ..group.group import Group
+from ..label import next_label
+from ..timeout import native_timeout
 
 __all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "Stream", "group_of", "operation"]
 
@@ -39,7 +39,7 @@ class RecvOptions(BarrierOptions, total=False):
 
 
 class Options(RecvOptions, total=False):
-    """What every collective takes; :mod:`mlxdist.runtime.ops` says what it means."""
+    """What every collective takes; :mod:`mlxdist.runtime.operations.collectives` says what it means."""
 
     dtype: Any
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mlxdist.base import errors
 
-from .native import bridge
+from ..native import bridge
 from .world import World
 
 __all__ = ["exit_in_progress", "register", "unregister"]

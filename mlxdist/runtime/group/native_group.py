@@ -12,14 +12,14 @@ import mlx.core as mx
 from mlxdist.base import errors
 from mlxdist.base.environment import ALGORITHMS, Environment
 
+from ..devices import device_selection
+from ..devices.device_selection import DeviceSelection
+from ..devices.links import Choice
+from ..devices.paths import Path
+from ..native import check, ffi, lib
+from ..rendezvous import Rendezvous
+from ..rendezvous.startup_step import StepFailed, take_step
 from . import tuning
-from .devices import device_selection
-from .devices.device_selection import DeviceSelection
-from .devices.links import Choice
-from .devices.paths import Path
-from .native import check, ffi, lib
-from .rendezvous import Rendezvous
-from .rendezvous.startup_step import StepFailed, take_step
 
 __all__ = ["FOR_EVER", "NativeGroup"]
 

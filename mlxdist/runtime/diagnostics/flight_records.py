@@ -1,4 +1,4 @@
-"""The files of the flight recorder, read and checked. mlxdist/runtime/flight_recorder.py writes them."""
+"""The files of the flight recorder, read and checked. mlxdist/runtime/diagnostics/flight_recorder.py writes them."""
 
 import json
 import os

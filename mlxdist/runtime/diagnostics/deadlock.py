@@ -30,9 +30,9 @@ from mlxdist.base import errors, logger
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.validation import fields_of, flag, list_of, number, row_of, text
 
+from ..internal_thread import InternalThread
+from ..native import bridge, ffi, lib
 from .deadlock_graph import GONE, NAMED, Edge, Graph, Node, Operation, Report
-from .internal_thread import InternalThread
-from .native import bridge, ffi, lib
 from .program_threads import Freedom, ProgramThreads
 
 __all__ = ["TAG", "DeadlockDetector"]

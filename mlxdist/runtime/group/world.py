@@ -10,14 +10,14 @@ from typing import Any, Protocol
 from mlxdist.base import errors, logger
 from mlxdist.base.environment import Environment
 
-from .deadlock import TAG, DeadlockDetector
-from .flight_recorder import Recorder
+from ..diagnostics.deadlock import TAG, DeadlockDetector
+from ..diagnostics.flight_recorder import Recorder
+from ..native import bridge, check, ffi, lib
+from ..rendezvous import Rendezvous
+from ..signals import Signals
 from .handle import Pending
-from .native import bridge, check, ffi, lib
 from .native_group import NativeGroup
 from .registration import Registration
-from .rendezvous import Rendezvous
-from .signals import Signals
 
 __all__ = ["World"]
 

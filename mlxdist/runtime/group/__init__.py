@@ -1,0 +1,1 @@
+"""The group of ranks, its subgroups and handles, and the world that all groups of a process share."""

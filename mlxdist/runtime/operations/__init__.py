@@ -1,0 +1,1 @@
+"""The operations of a group: collectives and messages, lazy and eager."""
