@@ -63,7 +63,7 @@ def main(
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
     with (
         train.Checkpoints(directory, mesh=mesh, trainable_only=True) as checkpoints,
-        train.Control(mesh.group, save_every=100) as control,  # saves and stops all ranks at the same step
+        train.Control(group=mesh.group, save_every=100) as control,  # saves and stops all ranks at the same step
     ):
         checkpoints.load(state, other_run=resume)
         while batches.step < steps:

@@ -29,7 +29,7 @@ def main() -> None:
 
     group = mlxdist.init()
     grid = {"tp": 1, "ep": group.size()} if arguments.experts else {"tp": group.size()}
-    model, tokenizer = nn.load_sharded(arguments.model, group, stream=arguments.stream, **grid)
+    model, tokenizer = nn.load_sharded(arguments.model, group=group, stream=arguments.stream, **grid)
     if group.rank() == 0:
         print(f"{mx.get_active_memory() / 1e6:.1f} MB of weights on each of {group.size()} ranks")
     for token in stream_generate(model, tokenizer, arguments.prompt, max_tokens=arguments.max_tokens):

@@ -64,7 +64,7 @@ def main(
     with (
         train.Checkpoints(directory, mesh=mesh) as checkpoints,
         # Saves and stops all ranks at the same step: `touch STOP`, SIGTERM, SIGUSR1, the end of a SLURM job.
-        train.Control(mesh.group, save_every=100, kill_switch="STOP") as control,
+        train.Control(group=mesh.group, save_every=100, kill_switch="STOP") as control,
     ):
         checkpoints.load(state, other_run=resume)
         while batches.step < steps:

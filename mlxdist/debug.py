@@ -14,7 +14,7 @@ from mlxdist.nn.interception import become, restore
 
 from .base.errors import InvalidArgument, NonFinite
 from .nn.rank_checks import agreed
-from .runtime.group.group import Group
+from .runtime.group.group import Group, GroupLike
 from .runtime.operations.arguments import group_of
 from .runtime.operations.collectives import all_min, broadcast
 
@@ -64,7 +64,7 @@ class NanGuard:
         Mismatch: the ranks have another ``every``.
     """
 
-    def __init__(self, model: nn.Module, every: int = 1, *, group: Group | None = None) -> None:
+    def __init__(self, model: nn.Module, every: int = 1, *, group: GroupLike | None = None) -> None:
         self._group, self._every = group_of(group), every
         with agreed("NanGuard", self._group, every):
             if type(every) is not int or every < 1:

@@ -88,7 +88,7 @@ def sharded_load(
             tokenizer_config=dict(tokenizer_config),
             trust_remote_code=trust_remote_code,
         )
-    loaded = load_sharded(directory, group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
+    loaded = load_sharded(directory, group=group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
     return (*loaded, config) if return_config else loaded
 
 

@@ -100,7 +100,7 @@ def experts(group: mlxdist.Group, rank: int) -> str:
             x = mx.array(random.standard_normal((tokens[rank], hidden)).astype(np.float32)).astype(dtype)
             scores = random.random((tokens[rank], top_k)).astype(np.float32)
             indices = reference.routing("random", tokens[rank], top_k, count, [rank, *tokens])
-            rows, local, handle = dispatch(x, mx.array(indices), placement, group)
+            rows, local, handle = dispatch(x, mx.array(indices), placement, group=group)
             if rows.shape[0]:
                 # In float32: gather_mm has no other on the CPU. Rows are sorted by expert.
                 def product(x: mx.array, weight: mx.array, local: mx.array = local) -> mx.array:

@@ -8,8 +8,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..base.errors import InvalidArgument
-from ..runtime.group.default_group import init
-from ..runtime.group.group import Group
+from ..runtime.group.group import Group, GroupLike
+from ..runtime.operations.arguments import group_of
 from .agreement import answer, attempt, no_cache, propose
 from .holdings import Held, holdings
 from .messages import INVALID, Receives, Sends
@@ -21,7 +21,7 @@ from .takes import Takes, choose, described_blocks, join, read_takes, taken
 __all__ = ["recv", "send"]
 
 
-def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, group: Group | None = None) -> None:
+def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, group: GroupLike | None = None) -> None:
     """Sends a prompt cache to rank ``dst``, which must call :func:`recv`; returns when it has left.
 
     Each layer leaves once it is computed, while the next ones still are: call this before the cache is evaluated. What
@@ -44,7 +44,7 @@ def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, g
             of the models, or it is not known how a layer's cache is cut.
         Mismatch: on all of them, what is sent is no prompt cache of the receiver's mlx-lm.
     """
-    group = init() if group is None else group
+    group = group_of(group)
     peers = _peers("dst", dst, group)
     said, refusal = attempt(lambda: _described(cache, model, len(peers) == 1))
     if propose(said, refusal, peers, group) == [True]:
@@ -53,7 +53,7 @@ def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, g
         _send_parts(cache, peers, model, group)
 
 
-def recv(src: int | Sequence[int], *, model: Any = None, group: Group | None = None) -> list[Any]:
+def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None = None) -> list[Any]:
     """The prompt cache that rank ``src`` sends with :func:`send`: a copy of its own, which is complete.
 
     Args:
@@ -69,7 +69,7 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: Group | None = N
     Raises:
         InvalidArgument, Mismatch: as :func:`send`; ``src`` is no other rank of the group.
     """
-    group = init() if group is None else group
+    group = group_of(group)
     peers = _peers("src", src, group)
     found, refusal = attempt(lambda: described_model(model))
     own: Any = found  # None where it is refused, which the answer says first

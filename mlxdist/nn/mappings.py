@@ -32,7 +32,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.label import label_scope, next_text
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
@@ -53,7 +53,7 @@ __all__ = [
 _Unary = Callable[[mx.array], mx.array]
 
 
-def copy_to_tensor_parallel_region(x: mx.array, group: Group | None = None) -> mx.array:
+def copy_to_tensor_parallel_region(x: mx.array, *, group: GroupLike | None = None) -> mx.array:
     """``x`` itself. Backward: the sum of all ranks' cotangents. Before a layer whose weights are sharded by columns."""
     group = group_of(group)
     if group.size() == 1:
@@ -102,12 +102,12 @@ def without_gradient(x: mx.array, reason: str) -> mx.array:
     return with_gradients(refuse, [x])[0]
 
 
-def reduce_from_tensor_parallel_region(x: mx.array, group: Group | None = None) -> mx.array:
+def reduce_from_tensor_parallel_region(x: mx.array, *, group: GroupLike | None = None) -> mx.array:
     """The sum of all ranks' ``x``. Backward: the cotangent itself. After a layer whose weights are sharded by rows."""
     return all_sum(x, group=group)  # MLX's all_sum has this gradient
 
 
-def scatter_to_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group | None = None) -> mx.array:
+def scatter_to_tensor_parallel_region(x: mx.array, axis: int = -1, *, group: GroupLike | None = None) -> mx.array:
     """This rank's shard of ``x`` along ``axis``. Backward: all ranks' cotangents, joined."""
     group = group_of(group)
     axis = _axis("scatter_to_tensor_parallel_region", x, axis, ranks=group.size())
@@ -118,19 +118,21 @@ def scatter_to_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group 
     )
 
 
-def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group | None = None) -> mx.array:
+def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, *, group: GroupLike | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the cotangent."""
     # MLX's all_gather has this gradient.
     return _along(_axis("gather_from_tensor_parallel_region", x, axis), all_gather, x, group_of(group))
 
 
-def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:
+def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, *, group: GroupLike | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the sum of all ranks' cotangents."""
     axis = _axis("gather_from_sequence_parallel_region", x, axis)
     return _along(axis, lambda x, group: bridge.all_gather(x, group.connection, False), x, group_of(group))
 
 
-def reduce_scatter_to_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:
+def reduce_scatter_to_sequence_parallel_region(
+    x: mx.array, axis: int = 0, *, group: GroupLike | None = None
+) -> mx.array:
     """This rank's shard along ``axis`` of the sum of all ranks' ``x``. Backward: all ranks' cotangents, joined."""
     group = group_of(group)
     axis = _axis("reduce_scatter_to_sequence_parallel_region", x, axis, ranks=group.size())

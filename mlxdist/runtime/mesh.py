@@ -10,9 +10,9 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, Mismatch
 
 from .devices.paths import Path
-from .group.default_group import default_group
-from .group.group import Group
+from .group.group import Group, GroupLike
 from .operations import collectives
+from .operations.arguments import group_of
 
 __all__ = ["Mesh", "mesh"]
 
@@ -25,8 +25,9 @@ _MAX_HOST_BYTES = 256
 _MAX_TRIES = 10_000  # of `_partition`, for each axis and kind of path
 
 
-class Mesh:
-    """Ranks along named axes; made by :func:`mesh`. ``mesh["tp"]`` is the group of this rank's neighbors along tp.
+class Mesh(GroupLike):
+    """Ranks along named axes; made by :func:`mesh`. ``mesh["tp"]`` is the group of this rank's neighbors along tp. A
+    mesh of one axis may be given as a ``group``, and is that of its axis.
 
     Attributes:
         group: all ranks of the mesh.
@@ -71,6 +72,11 @@ class Mesh:
                     raise Mismatch(f"mesh: this rank makes the group of {names}, and rank {rank} that of {others}")
             self._groups[names] = self._split(names)
         return self._groups[names]
+
+    def _as_group(self) -> Group:
+        if len(axes := [name for name, size in self.sizes.items() if size > 1]) > 1:
+            raise InvalidArgument(f"group is a mesh of {_product(self.sizes)}: give one axis of it, mesh[{axes[-1]!r}]")
+        return self[tuple(axes)]
 
     def without(self, axis: str) -> Group:
         """The group of this rank's neighbors along all axes but ``axis``; of all ranks where that has size 1."""
@@ -133,7 +139,7 @@ class Mesh:
 
 
 def mesh(
-    *, pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, group: Group | None = None
+    *, pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, group: GroupLike | None = None
 ) -> Mesh:
     """Arranges ranks along axes. The axes that communicate most, tp and ep, get the ranks with the best paths.
 
@@ -153,9 +159,9 @@ def mesh(
         InvalidArgument: the sizes do not multiply to the size of the group; the text has sizes that do.
         Mismatch: ranks called it with other sizes.
     """
-    group = default_group() if group is None else group
+    members = group_of(group)
     asked = dict(zip(AXES, (pp, dp, fsdp, cp, ep, tp)))
-    return Mesh(group, _sizes(asked, group.size()))
+    return Mesh(members, _sizes(asked, members.size()))
 
 
 def _sizes(asked: dict[str, int], ranks: int) -> dict[str, int]:

@@ -46,8 +46,8 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
     else:
         model, tokenizer = load_sharded(
             directory,
-            group,
-            placement.plan,
+            group=group,
+            plan=placement.plan,
             stage_plan=placement.stage_plan,
             adapter_path=[path for _, path in options.adapters] or options.adapter_path,
             stream=options.stream_weights,
@@ -76,7 +76,7 @@ def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | 
     if options.draft_model is None:
         return None
     if options.shard_draft_model:
-        return load_sharded(options.draft_model, group, stream=options.stream_weights)
+        return load_sharded(options.draft_model, group=group, stream=options.stream_weights)
     return _load_alone(options.draft_model, group, lambda report: None)
 
 
@@ -85,7 +85,7 @@ def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport]
     alone = group.split(group.rank())
     assert alone is not None  # the color is not negative
     with agreed("serve", group):
-        return load_sharded(path, alone, on_report=on_report)
+        return load_sharded(path, group=alone, on_report=on_report)
 
 
 def _load_split(directory: Path, placement: ModelPlacement, group: Group) -> tuple[nn.Module, Any]:
@@ -93,7 +93,7 @@ def _load_split(directory: Path, placement: ModelPlacement, group: Group) -> tup
     start = time.perf_counter()
     reports: list[LoadReport] = []
     full, tokenizer = _load_alone(directory, group, reports.append)
-    model = SplitModel.from_model(full, group, rank_shares=placement.plan.rank_shares)
+    model = SplitModel.from_model(full, group=group, rank_shares=placement.plan.rank_shares)
     mx.eval(model.parameters())
     mx.clear_cache()  # of what the full model was
     held: int = tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)

@@ -11,7 +11,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.measured_shares import RankShares
 from mlxdist.nn.layout.partition import require_counts, shard_slice, split_sizes
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 
@@ -82,7 +82,7 @@ class Batches:
         accumulate: int = 1,
         rank_shares: RankShares | None = None,
         skip_steps: Collection[int] = (),
-        group: Group | None = None,
+        group: GroupLike | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         if group is not None and mesh is not None:

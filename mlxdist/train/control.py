@@ -23,7 +23,7 @@ import numpy as np
 from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument, Mismatch, name_ranks
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather
 
@@ -123,8 +123,8 @@ class Control:
 
     def __init__(
         self,
-        group: Group | None = None,
         *,
+        group: GroupLike | None = None,
         kill_switch: str | os.PathLike[str] | None = None,
         save_switch: str | os.PathLike[str] | None = None,
         save_every: int | None = None,

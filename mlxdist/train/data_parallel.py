@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.ordering import Order
 
@@ -20,7 +20,7 @@ __all__ = ["all_reduce_grads", "average_gradients"]
 
 def average_gradients(
     gradients: Any,
-    group: Group | None = None,
+    group: GroupLike | None = None,
     all_reduce_size: int = DEFAULT_BUCKET_BYTES,
     communication_stream: mx.Stream | None = None,
     *,

@@ -11,7 +11,7 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import strict_json
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from .rows import Dataset
@@ -28,7 +28,7 @@ def load_dataset(
     split: str = "train",
     *,
     mask_prompt: bool = False,
-    group: Group | None = None,
+    group: GroupLike | None = None,
 ) -> Dataset:
     """A dataset of a file, or of ``train.jsonl`` in a directory. All ranks call it, and need the same file.
 

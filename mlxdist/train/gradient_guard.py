@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument, NonFinite, name_ranks
 from mlxdist.nn.rank_checks import agreed, texts
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather
 
@@ -47,7 +47,7 @@ class GradientGuard:
     """
 
     def __init__(
-        self, group: Group | None = None, *, action: Literal["skip", "stop"] = "skip", max_skips: int | None = 10
+        self, *, group: GroupLike | None = None, action: Literal["skip", "stop"] = "skip", max_skips: int | None = 10
     ) -> None:
         self._group = group_of(group)
         with agreed("GradientGuard", self._group, action, max_skips):

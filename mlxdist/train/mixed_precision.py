@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_min
 
@@ -73,7 +73,8 @@ class MixedPrecision(optim.Optimizer):
         masters: Literal[True, "kahan", "stochastic"] = True,
         loss_scale: LossScale = None,
         state_dtype: mx.Dtype | None = None,
-        group: Group | None = None,
+        *,
+        group: GroupLike | None = None,
         seed: int = 0,
     ) -> None:
         self._group = None if loss_scale is None else group_of(group)

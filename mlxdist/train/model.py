@@ -76,13 +76,13 @@ def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[nn.Module, C
         except Exception as error:  # of mlx-lm or of the file of a model, about a config.json or weights
             raise InvalidArgument(f"{config.model} cannot be opened: {_sentence(error)}") from error
     if mesh.size("tp") > 1:
-        shard_model(model, plan_shards(model, tp=mesh.size("tp")), mesh["tp"])
+        shard_model(model, plan_shards(model, tp=mesh.size("tp")), group=mesh["tp"])
     if config.weights == "pretrained":
         with agreed("train", mesh.group):
             mx.random.seed(seed)  # where mlx-lm does; sharding has drawn numbers since
             _freeze(model, config)
     flops = flops_by_length(model)
-    context_parallel(model, mesh["cp"], config.context_parallel)
+    context_parallel(model, group=mesh["cp"], method=config.context_parallel)
     is_pipeline = mesh.size("pp") > 1
     if is_pipeline:  # whose layers are others to mx.checkpoint; those of fully_shard have to be sharded before
         _checkpoint_layers(config, model)
@@ -117,7 +117,7 @@ def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
     weights = None if config.pipeline.weights == "equal" else config.pipeline.weights
     with agreed("train", mesh.group):
         plan = plan_stages(model, mesh.size("pp"), weights=weights, virtual=config.pipeline.virtual)
-    pipeline_parallel(model, mesh["pp"], plan)
+    pipeline_parallel(model, group=mesh["pp"], plan=plan)
     held = dict(cast(Any, tree_flatten(model.parameters())))
     model.update(tree_unflatten([pair for pair in parameters if pair[0] in held]))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 
@@ -46,7 +46,7 @@ class Seeds:
         Mismatch: on all ranks: they have different seeds.
     """
 
-    def __init__(self, seed: int | None = None, *, group: Group | None = None, mesh: Mesh | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, group: GroupLike | None = None, mesh: Mesh | None = None) -> None:
         if group is not None and mesh is not None:
             raise InvalidArgument("Seeds: give a group or a mesh, not both")
         self._group = group_of(group) if mesh is None else mesh.group

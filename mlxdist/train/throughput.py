@@ -11,7 +11,7 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather
 
@@ -76,7 +76,7 @@ class Throughput:
         *,
         peak_tflops: float | None = None,
         recompute: float = 0.0,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         self._group = group_of(group)
         with agreed("Throughput", self._group, flops_per_token, peak_tflops, recompute):

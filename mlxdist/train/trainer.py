@@ -88,7 +88,7 @@ def train(config: TrainConfig, *, check: bool = False) -> float:
         schedule=config.pipeline.schedule if mesh.size("pp") > 1 else None,
     )
     # A scaled loss has a guard of its own.
-    guard = None if mixed is not None and mixed.is_scaled else GradientGuard(mesh.group)
+    guard = None if mixed is not None and mixed.is_scaled else GradientGuard(group=mesh.group)
     throughput = Throughput(flops(config.max_seq_length), recompute=float(config.grad_checkpoint), group=mesh.group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds, "fingerprint": fingerprint}
     settings, accumulate, stopped = config.checkpoints, config.grad_accumulation_steps, False
@@ -198,7 +198,7 @@ def masked_loss(
     parts = [batch[:, :-1], batch[:, 1:], mask]
     if cp.size() > 1:
         padding = -(batch.shape[1] - 1) % (2 * cp.size())
-        parts = [shard_sequence(mx.pad(part, [(0, 0), (0, padding)]), 1, cp) for part in parts]
+        parts = [shard_sequence(mx.pad(part, [(0, 0), (0, padding)]), 1, group=cp) for part in parts]
     inputs, targets, mask = parts
     with routers.watching(is_token) if routers else nullcontext():
         logits = model(inputs)
@@ -257,7 +257,7 @@ def _batches(
 def _control(config: TrainConfig, mesh: Mesh) -> Control:
     settings = config.control
     return Control(
-        mesh.group,
+        group=mesh.group,
         kill_switch=settings.kill_file or None,
         save_switch=settings.save_file or None,
         save_every=config.checkpoints.every,

@@ -11,7 +11,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline_parallel import Schedule, Stage, pipeline_schedule
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 
@@ -29,7 +29,7 @@ def value_and_grad(
     model: nn.Module,
     fn: Callable[..., Any],
     *,
-    group: Group | None = None,
+    group: GroupLike | None = None,
     mesh: Mesh | None = None,
     accumulate: int = 1,
     all_reduce_size: int = DEFAULT_BUCKET_BYTES,

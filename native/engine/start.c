@@ -121,7 +121,7 @@ int mlxdist_handle_done(mlxdist_handle *handle) {
 
 int mlxdist_handle_wait(mlxdist_handle *handle, double timeout) {
   struct operation *operation = (struct operation *)handle;
-  if (!mlxdist_handle_done(handle)) {
+  if (timeout != 0 && !mlxdist_handle_done(handle)) {
     engine_lock(operation->group->engine);
     wait_for(operation, timeout > 0 ? clock_ns() + (uint64_t)(timeout * 1e9) : 0);
     engine_unlock(operation->group->engine);

@@ -510,8 +510,8 @@ int mlxdist_register(mlxdist_group* group, void* data, uint64_t bytes, mlxdist_r
 /* Waits until no operation uses the memory. */
 void mlxdist_unregister(mlxdist_region* region);
 
-/* Waits at most `timeout` seconds (0: for ever; the group's own deadline holds in any case) and returns the
- * operation's status; MLXDIST_TIMEOUT of the wait alone leaves the operation as it is. */
+/* Waits at most `timeout` seconds, with 0 not at all, with less until the operation ends (the group's own deadline
+ * holds in any case), and returns its status; MLXDIST_TIMEOUT of the wait alone leaves the operation as it is. */
 int mlxdist_handle_wait(mlxdist_handle* handle, double timeout);
 
 /* 1 once the operation has ended, well or not. */

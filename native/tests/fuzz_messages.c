@@ -74,7 +74,7 @@ static void end(struct work *work, mlxdist_group *group) {
   for (int i = 0; i < 5; i++) {
     if (!work->calls[i].handle) continue;
     REQUIRE(mlxdist_handle_done(work->calls[i].handle));
-    if (mlxdist_handle_wait(work->calls[i].handle, 0)) REQUIRE(mlxdist_last_error()[0]);
+    if (mlxdist_handle_wait(work->calls[i].handle, -1)) REQUIRE(mlxdist_last_error()[0]);
     mlxdist_handle_free(work->calls[i].handle);
   }
 }

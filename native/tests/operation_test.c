@@ -54,7 +54,7 @@ static void run(struct pair *pair, int first) {
   while (!mlxdist_handle_done(calls[0].handle) || !mlxdist_handle_done(calls[1].handle))
     for (int rank = 0; rank < 2; rank++) pair_turn(pair, rank);
   for (int rank = 0; rank < 2; rank++) {
-    REQUIRE(mlxdist_handle_wait(calls[rank].handle, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(calls[rank].handle, -1) == MLXDIST_OK);
     mlxdist_handle_free(calls[rank].handle);
   }
   for (int i = 0; i < COUNT; i++) REQUIRE(out[0][i] == 3 * i && out[1][i] == 3 * i);

@@ -30,7 +30,7 @@ int main(void) {
     mlxdist_call call = {.timeout = -1, .starts = 1};
     REQUIRE(uncounted(&pair, i % 2, &call) == MLXDIST_OK);
     REQUIRE((i < WARM_UP ? uncounted(&pair, !(i % 2), 0) : measured(&pair, !(i % 2))) == MLXDIST_OK);
-    REQUIRE(mlxdist_handle_wait(call.handle, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(call.handle, -1) == MLXDIST_OK);
     mlxdist_handle_free(call.handle);
   }
   for (int i = 0; i < COUNT; i++) REQUIRE(results[0][i] == (float)(2 * i) && results[1][i] == (float)(2 * i));

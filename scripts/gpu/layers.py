@@ -24,7 +24,7 @@ def model() -> llama.Model:
 
 def sharded() -> llama.Model:
     made = model()
-    shard_model(made, plan_shards(made, tp=size), group)
+    shard_model(made, plan_shards(made, tp=size), group=group)
     return made
 
 
@@ -52,8 +52,8 @@ alone = tokens(whole)[0]
 del whole
 makers = {
     "each operation in one graph": sharded,
-    "split blocks, two submissions a layer": lambda: SplitModel.from_model(model(), group, submit=True),
-    "split blocks, one graph": lambda: SplitModel.from_model(model(), group, submit=False),
+    "split blocks, two submissions a layer": lambda: SplitModel.from_model(model(), group=group, submit=True),
+    "split blocks, one graph": lambda: SplitModel.from_model(model(), group=group, submit=False),
 }
 figures = {"one process, us a layer": alone, "one process, driver calls a layer": alone_calls}
 for name, make in makers.items():

@@ -41,7 +41,7 @@ def generated(model: object) -> tuple[list[int], float]:
 figures: dict[str, object] = {"tokens": TOKENS}
 for name in ("float32", "bfloat16"):
     folder = saved(Path(sys.argv[1]) / name, getattr(mx, name))
-    sharded, _ = load_sharded(folder, group)
+    sharded, _ = load_sharded(folder, group=group)
     found, microseconds = generated(sharded)
     whole, _ = load_model(folder)
     wanted, alone = generated(whole)

@@ -51,7 +51,7 @@ fully_shard(fsdp)
 found, seconds = trained(fsdp, True, value_and_grad)
 near(found, wanted, "fsdp")
 tp = tiny_models.build("qwen3")
-shard_model(tp, plan_shards(tp, tp=size), group)
+shard_model(tp, plan_shards(tp, tp=size), group=group)
 found_tp, seconds_tp = trained(tp, False, nn.value_and_grad)
 near(found_tp, wanted, "tp")
 milliseconds = {"one process": alone, "fsdp": seconds, "tp": seconds_tp}

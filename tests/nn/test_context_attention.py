@@ -96,4 +96,4 @@ def test_zigzag(ranks):
 def test_a_sequence_in_a_group_of_one():
     group = mlxdist.init()
     x = mx.arange(5)
-    assert mx.array_equal(gather_sequence(shard_sequence(x, 0, group), 0, group), x)
+    assert mx.array_equal(gather_sequence(shard_sequence(x, 0, group=group), 0, group=group), x)

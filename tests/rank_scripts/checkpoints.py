@@ -46,7 +46,7 @@ def whole() -> nn.Module:
 
 def cut(ranks: int = size) -> nn.Module:
     model = whole()
-    return model if ranks == 1 else mnn.shard_model(model, mnn.plan_shards(model, tp=ranks), group)
+    return model if ranks == 1 else mnn.shard_model(model, mnn.plan_shards(model, tp=ranks), group=group)
 
 
 def moments(model: nn.Module, found: dict[str, Cut]) -> optim.Optimizer:
@@ -306,7 +306,7 @@ def one_rank_dies() -> None:
 def mesh() -> None:
     made = mlxdist.mesh(dp=size // 2, tp=2)
     model = whole()
-    model = mnn.shard_model(model, mnn.plan_shards(model, tp=2), made["tp"])
+    model = mnn.shard_model(model, mnn.plan_shards(model, tp=2), group=made["tp"])
     with Checkpoints(directory / "mesh", mesh=made) as checkpoints:
         checkpoints.save(1, {"model": model})
     total = sum(array.nbytes for _, array in tree_flatten(whole().parameters()))

@@ -30,7 +30,7 @@ def main(name: str, *axes: str) -> None:
     if ep > 1:
         shard_model(model, plan_shards(model, ep=ep))
     elif mesh.size("tp") > 1:
-        shard_model(model, plan_shards(model, tp=mesh.size("tp")), mesh["tp"])
+        shard_model(model, plan_shards(model, tp=mesh.size("tp")), group=mesh["tp"])
     if mesh is not None and mesh.size("fsdp") > 1:
         fully_shard(model, mesh=mesh)
     known = cuts(model)

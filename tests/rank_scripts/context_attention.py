@@ -207,7 +207,7 @@ def memory() -> None:
         mx.eval(call())
         return mx.get_peak_memory() - held
 
-    gathered = peak(lambda: [nn.gather_sequence(x, 2, group) for x in (k, v)])
+    gathered = peak(lambda: [nn.gather_sequence(x, 2, group=group) for x in (k, v)])
     # In a window of one token there are next to no scores; the result and scaled queries are still in the peak.
     passed_on = peak(lambda: attention(q, k, v, scale=1.0, mask="causal", window_size=1))
     assert passed_on <= gathered / 2, (passed_on, gathered)

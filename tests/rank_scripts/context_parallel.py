@@ -53,7 +53,7 @@ def differentiated(model: nn.Module, *batch: mx.array) -> tuple[mx.array, dict[s
 def training(name: str, method: str, checkpointed: str = "") -> None:
     """The loss and the gradients, averaged over the ranks, are those of one process; also after steps."""
     whole, model = tiny_models.build(name), tiny_models.build(name)
-    assert context_parallel(model, group, method) is model
+    assert context_parallel(model, group=group, method=method) is model
     if checkpointed:
         grad_checkpoint(model.layers[0])  # of the class, whose forward pass then runs again in backward
     optimizers = [optim.SGD(0.1), optim.SGD(0.1)]
@@ -75,14 +75,14 @@ def training(name: str, method: str, checkpointed: str = "") -> None:
 def prefilling(name: str, method: str) -> None:
     """Logits of shards, and then what is generated from the cache."""
     whole, model = tiny_models.build(name), tiny_models.build(name)
-    context_parallel(model, group, method)
+    context_parallel(model, group=group, method=method)
     full = tokens(2, 8 * size)
     cache = [KVCache() for _ in make_prompt_cache(model)]
     logits = gather_sequence(model(shard_sequence(full, group=group), cache=cache), group=group)
     close("logits", logits, whole(full))
     for length in (4 * size + 1, 1, 30):  # of any length
         prompt = tokens(1, length + 1)[0]
-        made = prefill(model, prompt[:-1], group)
+        made = prefill(model, prompt[:-1], group=group)
         expected = [KVCache() for _ in make_prompt_cache(whole)]
         whole(prompt[None, :-1], cache=expected)
         for layer, other in zip(made, expected):
@@ -107,7 +107,7 @@ def every_model(*names: str) -> None:
             continue
         full = tokens(1, 60 * size)  # beyond what some models have as their first window, chunk or scale
         try:
-            context_parallel(model, group)
+            context_parallel(model, group=group)
             got = gather_sequence(model(shard_sequence(full, group=group)), group=group)
             close(name, mx.maximum(got, -1e9), mx.maximum(whole(full), -1e9), 1e-4)
             equal.append(name)
@@ -124,8 +124,8 @@ def with_tensor_parallel(order: str) -> None:
     mesh = mlxdist.mesh(cp=2, tp=2)
     whole, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
     changes = [
-        lambda: shard_model(model, plan_shards(model, tp=2), mesh["tp"]),
-        lambda: context_parallel(model, mesh["cp"]),
+        lambda: shard_model(model, plan_shards(model, tp=2), group=mesh["tp"]),
+        lambda: context_parallel(model, group=mesh["cp"]),
     ]
     for change in changes if order == "first" else changes[::-1]:
         change()
@@ -157,7 +157,7 @@ def masked(method: str, axis: str = "") -> None:
     batch, width = tokens(rows, 48 + 1), 49
     own = slice(2 * mesh.coordinates[axis], 2 * mesh.coordinates[axis] + 2) if axis else slice(rows)
     whole, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
-    context_parallel(model, cp, method)
+    context_parallel(model, group=cp, method=method)
     if axis == "fsdp":
         train.fully_shard(model, mesh=mesh)
     where = cuts(model)
@@ -206,34 +206,34 @@ def bad_input() -> None:
         model = tiny_models.build(name)
         kinds = [type(module) for module in model.modules()]
         with pytest.raises(mlxdist.InvalidArgument, match=f"^context_parallel: .*{message}"):
-            context_parallel(model, group)
+            context_parallel(model, group=group)
         assert kinds == [type(module) for module in model.modules()]
     model = tiny_models.build("qwen3")
     with pytest.raises(mlxdist.InvalidArgument, match="method must be 'ring' or 'ulysses', not 'flash'"):
-        context_parallel(model, group, "flash")
+        context_parallel(model, group=group, method="flash")
     with pytest.raises(mlxdist.Mismatch, match="the ranks disagree about the arguments"):
-        context_parallel(model, group, ["ring", "ulysses"][rank % 2])
+        context_parallel(model, group=group, method=["ring", "ulysses"][rank % 2])
     if rank == size - 1:
         model.layers[1].freeze()
     with pytest.raises(
         mlxdist.Mismatch, match=r"parameter model.layers.1.*: float32 \[\d.*\d\] on rank 0, .* frozen on"
     ):
-        context_parallel(model, group)
+        context_parallel(model, group=group)
     model.unfreeze()
-    context_parallel(model, group)
+    context_parallel(model, group=group)
     with pytest.raises(mlxdist.InvalidArgument, match="is context-parallel already"):
-        context_parallel(model, group)
+        context_parallel(model, group=group)
     for cache in (QuantizedKVCache(), RotatingKVCache(max_size=64)):
         with pytest.raises(mlxdist.InvalidArgument, match=f"a {type(cache).__name__} cannot be filled with a shard"):
             model(tokens(1, 4), cache=[cache] * len(model.layers))
     with pytest.raises(mlxdist.InvalidArgument, match="two equal chunks"):
         model(tokens(1, 3))
-    masked = context_parallel(tiny_models.build("deepseek_v3"), group)
+    masked = context_parallel(tiny_models.build("deepseek_v3"), group=group)
     with pytest.raises(mlxdist.InvalidArgument, match="computes with the mask as an array"):
         masked(tokens(1, 4))
     for prompt, message in ([], r"shape \(0,\)"), (tokens(2, 3), r"shape \(2, 3\)"), (mx.array([rank]), "disagree"):
         with pytest.raises(mlxdist.Mismatch if message == "disagree" else mlxdist.InvalidArgument, match=message):
-            prefill(model, prompt, group)
+            prefill(model, prompt, group=group)
     other = tiny_models.build("qwen3")
     assert mx.array_equal(other(tokens(1, 3)), tiny_models.build("qwen3")(tokens(1, 3)))  # of the same file
 

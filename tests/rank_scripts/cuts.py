@@ -73,7 +73,7 @@ def compare(name: str, fields: dict | None = None, quantized: bool = False, **ho
     for one in (full, model) if quantized else ():
         nn.quantize(one, group_size=32, bits=4)
     plan = plan_shards(model, **({"tp": group.size()} | how))
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     return list(differences(model, full, bool(plan.sharded)))
 
 
@@ -104,7 +104,7 @@ def layers() -> None:
         sharded.load_adapter(full.lora_a, full.lora_b)
         check(sharded, full)
     switch = SwitchGLU(32, 24 * size, 2 * size + 1)
-    check(ExpertParallelSwitchGLU.from_switch(switch, group), switch)
+    check(ExpertParallelSwitchGLU.from_switch(switch, group=group), switch)
 
 
 def check(sharded: nn.Module, full: nn.Module) -> None:
@@ -127,14 +127,14 @@ def expert_grid() -> None:
         switch = SwitchGLU(64, 192, 5, bias=True)
         if bits:
             nn.quantize(switch, 32, bits)
-        check(ExpertParallelSwitchGLU.from_switch(switch, rows, tp_group=columns), switch)
+        check(ExpertParallelSwitchGLU.from_switch(switch, group=rows, tp_group=columns), switch)
 
 
 def adapters(*names: str) -> None:
     """Put on a model that is sharded; also on experts, also where all experts of a rank are whole."""
     for name, how in [*((name, {"tp": group.size()}) for name in names), ("mixtral", {"tp": 1, "ep": group.size()})]:
         full, model = tiny_models.build(name), tiny_models.build(name)
-        shard_model(model, plan_shards(model, **how), group)
+        shard_model(model, plan_shards(model, **how), group=group)
         for one in (full, model):
             linear_to_lora_layers(one, 4, {"rank": 4, "scale": 2.0, "dropout": 0.0})
         layers = dict(model.named_modules())

@@ -29,14 +29,16 @@ def placed(kind):
     """Over all ranks: by shards ("tp"), experts ("ep"), stages ("pp"), two by two, or as split blocks."""
     model = tiny_models.build("qwen3_moe" if kind == "ep" else "qwen3")
     if kind == "blocks":
-        return SplitModel.from_model(model, group)
+        return SplitModel.from_model(model, group=group)
     if kind == "tp x pp":
         mesh = mlxdist.mesh(pp=2, tp=2)
-        shard_model(model, plan_shards(model, tp=2), mesh["tp"])
-        return pipeline_parallel(model, mesh["pp"])
+        shard_model(model, plan_shards(model, tp=2), group=mesh["tp"])
+        return pipeline_parallel(model, group=mesh["pp"])
     if kind == "pp":
-        return pipeline_parallel(model, group)
-    return shard_model(model, plan_shards(model, tp=1, ep=size) if kind == "ep" else plan_shards(model, tp=size), group)
+        return pipeline_parallel(model, group=group)
+    return shard_model(
+        model, plan_shards(model, tp=1, ep=size) if kind == "ep" else plan_shards(model, tp=size), group=group
+    )
 
 
 def one_by_one(model, prompt, sampler):

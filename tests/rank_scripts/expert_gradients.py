@@ -90,7 +90,8 @@ def check(case: Case) -> None:
     mx.random.seed(zlib.crc32(repr(case).encode()))
     switches = [SwitchGLU(HIDDEN, INNER, case.experts, bias=True) for _ in range(case.layers)]
     layers = [
-        ExpertParallelSwitchGLU.from_switch(switch, group, mode=case.mode, tokens=case.placed) for switch in switches
+        ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=case.mode, tokens=case.placed)
+        for switch in switches
     ]
     owners = range(size) if case.placed == "sharded" else range(1)
     indices = [

@@ -31,7 +31,7 @@ def grid() -> None:
                 scores = mx.array(random.random((5 + owner, 2)).astype(np.float32))
                 indices = mx.array(random.integers(0, 6, (5 + owner, 2)))
                 layer = ExpertParallelSwitchGLU.from_switch(
-                    switch, ep_group, mode=mode, tokens=placed, tp_group=tp_group
+                    switch, group=ep_group, mode=mode, tokens=placed, tp_group=tp_group
                 )
                 what = (make.__name__, bits, mode, placed, tp)
                 want = switch(x, indices)
@@ -59,7 +59,7 @@ def thin() -> None:
     indices = mx.random.randint(0, 4, (5, 2))
     ep_group = group.split(rank)
     for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, ep_group, mode=mode, tokens=placed, tp_group=group)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=ep_group, mode=mode, tokens=placed, tp_group=group)
         grid_gradients(layer, switch, x, indices, scores, (mode, placed))
 
 

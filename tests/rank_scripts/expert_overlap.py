@@ -29,7 +29,7 @@ def experts(x: mx.array, ids: mx.array) -> mx.array:
 
 
 def synchronous(x: mx.array, indices: mx.array, scores: mx.array, exchange_dtype: mx.Dtype | str | None) -> mx.array:
-    rows, ids, handle = dispatch(x, indices, placement, group, exchange_dtype=exchange_dtype)
+    rows, ids, handle = dispatch(x, indices, placement, group=group, exchange_dtype=exchange_dtype)
     return combine(experts(rows, ids), handle, scores, exchange_dtype=exchange_dtype)
 
 
@@ -56,7 +56,7 @@ def in_eight_bits() -> None:
     x, indices, scores = tokens_of(20, 2, mx.float32, seed=50)
     sent = exchange.dispatch_async(x, indices, scores, exchange_dtype="fp8")
     rows, ids = sent.wait()
-    expected, same_ids, _ = dispatch(x, indices, placement, group)
+    expected, same_ids, _ = dispatch(x, indices, placement, group=group)
     assert mx.array_equal(ids, same_ids)
     assert mx.allclose(rows, expected, rtol=2.0**-4 + 1e-6, atol=1e-5)
     assert size == 1 or not mx.allclose(rows, expected, rtol=1e-4, atol=0)

@@ -91,7 +91,7 @@ def matrix(every: int) -> None:
 def layer_of(num_experts: int, mode: str, placed: str, name: str) -> ExpertParallelSwitchGLU:
     dtype = name if name == "fp8" else getattr(mx, name)
     return ExpertParallelSwitchGLU.from_switch(
-        switch_of(num_experts), group, mode=mode, tokens=placed, exchange_dtype=dtype
+        switch_of(num_experts), group=group, mode=mode, tokens=placed, exchange_dtype=dtype
     )
 
 
@@ -129,7 +129,7 @@ def gradients() -> None:
         switch.update(original)
         for mode, placed, weighted in itertools.product(MODES, ("replicated", "sharded"), (True, False)):
             what = (make.__name__, mode, placed, "scores" if weighted else "no scores")
-            layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed)
+            layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode, tokens=placed)
             mine = my_share(placed, indices)
 
             def loss(parameters: dict, x: mx.array, scores: mx.array) -> mx.array:
@@ -178,7 +178,9 @@ def capacities() -> None:
         routed = [reference.routing(kind, n, k, num_experts, [owner, 3]) for n, owner in zip(counts, owners)]
         kept = [reference.limited(indices, num_experts, factor) for indices in routed]
         x, scores = tokens_of(owners[rank], counts[rank], k)
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed, capacity_factor=factor)
+        layer = ExpertParallelSwitchGLU.from_switch(
+            switch, group=group, mode=mode, tokens=placed, capacity_factor=factor
+        )
         want = reference.mixture(reference.experts(x, kept[rank], *weights_of(switch)), scores)
         what = ("capacity", factor, kind, placed, mode)
         near(layer(mx.array(x), mx.array(routed[rank]), mx.array(scores)), want, what)
@@ -201,7 +203,7 @@ def quantized() -> None:
         switch = make(5, 64, 128)
         nn.quantize(switch, group_size, bits, mode=kind)
         mode = MODES[number % 3]
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode)
         want = switch(x, indices)
         near(layer(x, indices), want, (kind, bits, mode))
         near(layer(x, indices, scores), (want * scores[..., None]).sum(-2), (kind, bits, mode, "scores"))
@@ -225,7 +227,7 @@ def adapters() -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             switch[name] = LoRASwitchLinear.from_base(switch[name], r=4)
             switch[name].lora_b = normal(*switch[name].lora_b.shape)
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode)
         near(layer(x, indices), switch(x, indices), ("LoRA", bits, mode))
         near(layer.to_switch()(x, indices), switch(x, indices), ("LoRA, joined", bits, mode))
 
@@ -236,7 +238,7 @@ def new_adapters() -> None:
         switch = glu_with_bias(2 * size + 1, 64, 128)
         if bits:
             nn.quantize(switch, 32, bits)
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group)
         mine = layer.placement.local(rank)
         for name in ("gate_proj", "up_proj", "down_proj"):
             mx.random.seed(8)
@@ -257,7 +259,7 @@ def memory() -> None:
     switch = glu_with_bias(num_experts, 64, 64)
     whole = tree_flatten(switch.parameters())
     for weights in (None, [3] + [1] * (size - 1)):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, rank_shares=weights)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, rank_shares=weights)
         count, first = layer.placement.counts[rank], layer.placement.local(rank).start
         assert sum(layer.placement.counts) == num_experts and first == sum(layer.placement.counts[:rank])
         for (name, array), (path, original) in zip(tree_flatten(layer.parameters()), whole):
@@ -281,7 +283,7 @@ def memory() -> None:
         assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(tree_flatten(back.parameters()), whole))
     # What is sharded out is a copy: the original can go.
     total = sum(array.nbytes for _, array in whole)
-    layer = ExpertParallelSwitchGLU.from_switch(switch, group)
+    layer = ExpertParallelSwitchGLU.from_switch(switch, group=group)
     mx.eval(layer.parameters())
     own = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
     before = mx.get_active_memory()
@@ -298,7 +300,7 @@ def compiled() -> None:
     want = switch(x, indices)
     weighted = (want * scores[..., None]).sum(-2)
     for mode, placed in itertools.product(("auto", "replicated", "gather"), ("replicated", "sharded")):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode, tokens=placed)
         near(mx.compile(layer)(x, indices, scores), weighted, ("compiled", mode, placed))
         near(mx.compile(lambda x, i, layer=layer: layer(x, i))(x, indices), want, ("compiled", mode, placed))
         gradient = mx.compile(mx.grad(lambda x, layer=layer: mx.sin(layer(x, indices, scores)).sum()))
@@ -312,11 +314,11 @@ def compiled() -> None:
         assert mx.isnan(wrong[4]).all() and not mx.isnan(wrong[:4]).any()
     # Enough pairs to be sorted, and one token.
     for tokens, placed in itertools.product((40, 1), ("replicated", "sharded")):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, tokens=placed, host_sync=False)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, tokens=placed, host_sync=False)
         x, indices, scores = normal(tokens, HIDDEN), mx.random.randint(0, 8, (tokens, 2)), normal(tokens, 2)
         near(layer(x, indices, scores), (switch(x, indices) * scores[..., None]).sum(-2), ("unsynced", tokens, placed))
         near(layer(x, indices), switch(x, indices), ("unsynced", tokens, placed))
-    layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode="dispatch")
+    layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode="dispatch")
     refused("needs the indices on the host", lambda: mx.compile(layer)(x, indices))
 
 
@@ -340,7 +342,7 @@ def wide() -> None:
         want = (switch(x, indices) * scores[..., None]).sum(-2)
         half = SwitchGLU(HIDDEN, INNER, 8)
         half.update(tree_unflatten([(name, array.astype(dtype)) for name, array in tree_flatten(switch.parameters())]))
-        layer = ExpertParallelSwitchGLU.from_switch(half, group, mode=mode, tokens=placed)
+        layer = ExpertParallelSwitchGLU.from_switch(half, group=group, mode=mode, tokens=placed)
         y = layer(x.astype(dtype), indices, scores)
         assert y.dtype == dtype
         near(y, want, (mode, placed, dtype), 6e-3 if dtype == mx.float16 else 4e-2)
@@ -390,7 +392,7 @@ def blocks() -> None:
             mx.eval(block.parameters())
             switch, want = block[switch_name], block(x)
             for mode in (*MODES, "auto"):
-                block[switch_name] = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode)
+                block[switch_name] = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode)
                 near(block(x), want, (name, bits, mode))
                 block[switch_name] = switch
 
@@ -407,7 +409,7 @@ def handles() -> None:
     def numbered(received: mx.array, experts: mx.array) -> mx.array:
         return received * (experts + placement.local(rank).start + 1)[:, None]
 
-    received, experts, handle = dispatch(x, indices, placement, group)
+    received, experts, handle = dispatch(x, indices, placement, group=group)
     assert mx.array_equal(experts, mx.sort(experts)) and received.shape == (len(experts), 5)
     near(combine(numbered(received, experts), handle), x[:, None] * factor, "pairs")
     near(combine(numbered(received, experts), handle, scores), (x[:, None] * factor * scores[..., None]).sum(1), "sums")
@@ -445,7 +447,7 @@ def bad_input() -> None:
         ("the ranks disagree about the scores", (x, indices, mx.ones((3, 2)))),
     ]
     for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode, tokens=placed)
         others = (x, indices)
         own = [("the ranks disagree about the number of tokens", (x[:2], indices[:2]))]
         own += [("the ranks disagree about the experts of the tokens", (x, indices + 1))]
@@ -457,19 +459,26 @@ def bad_input() -> None:
             assert "disagree" in words or f"[rank {last} on " in text, text
         mx.eval(layer(x, indices))
     if size > 1:
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode="gather" if rank == last else "replicated")
+        layer = ExpertParallelSwitchGLU.from_switch(
+            switch, group=group, mode="gather" if rank == last else "replicated"
+        )
         assert same_text(refused("the ranks disagree about the layer", lambda: layer(x, indices)))
-        refused("the placement is for", lambda: dispatch(x, indices, Placement(8, size + (rank == last)), group)[0])
+        refused(
+            "the placement is for", lambda: dispatch(x, indices, Placement(8, size + (rank == last)), group=group)[0]
+        )
     for words, call in [
-        ("is too little for", lambda: ExpertParallelSwitchGLU.from_switch(switch_of(size - 1), group)),
-        ("expected mlx-lm's SwitchGLU", lambda: ExpertParallelSwitchGLU.from_switch(nn.Linear(2, 2), group)),
-        ("mode is 'broadcast'", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, mode="broadcast")),
-        ("tokens is 'cut'", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, tokens="cut")),
-        ("capacity_factor must be", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, capacity_factor=0)),
-        ("exchange_dtype is", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, exchange_dtype=mx.int8)),
+        ("is too little for", lambda: ExpertParallelSwitchGLU.from_switch(switch_of(size - 1), group=group)),
+        ("expected mlx-lm's SwitchGLU", lambda: ExpertParallelSwitchGLU.from_switch(nn.Linear(2, 2), group=group)),
+        ("mode is 'broadcast'", lambda: ExpertParallelSwitchGLU.from_switch(switch, group=group, mode="broadcast")),
+        ("tokens is 'cut'", lambda: ExpertParallelSwitchGLU.from_switch(switch, group=group, tokens="cut")),
+        (
+            "capacity_factor must be",
+            lambda: ExpertParallelSwitchGLU.from_switch(switch, group=group, capacity_factor=0),
+        ),
+        ("exchange_dtype is", lambda: ExpertParallelSwitchGLU.from_switch(switch, group=group, exchange_dtype=mx.int8)),
         (
             "rank_shares must be",
-            lambda: ExpertParallelSwitchGLU.from_switch(switch, group, rank_shares=[1] * (size + 1)),
+            lambda: ExpertParallelSwitchGLU.from_switch(switch, group=group, rank_shares=[1] * (size + 1)),
         ),
     ]:
         if size > 1 or "too little" not in words:

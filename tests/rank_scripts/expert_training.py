@@ -30,7 +30,7 @@ def operations() -> None:
     switch = SwitchGLU(16, 8, 2 * size)
     x, indices, scores = mx.ones((1, 16)), mx.array([[0, 2 * size - 1]]), mx.array([[0.5, 0.5]])
     for (mode, placed), most in OPERATIONS.items():
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode, tokens=placed)
         mx.eval(layer.parameters(), layer(x, indices, scores))
         y = layer(x, indices, scores)
         graph = io.StringIO()
@@ -62,7 +62,7 @@ def exchanged() -> None:
     for mode, placed, name in itertools.product(MODES, ("replicated", "sharded"), ("float16", "bfloat16", "fp8")):
         mine = slice(0, 7) if placed == "replicated" else own[rank]
         dtype = name if name == "fp8" else getattr(mx, name)
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode, tokens=placed, exchange_dtype=dtype)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode=mode, tokens=placed, exchange_dtype=dtype)
         got = mx.grad(lambda x, s: mx.sin(layer(x, indices[mine], s)).sum(), argnums=(0, 1))(x[mine], scores[mine])
         mx.eval(got)
         for one, whole, what in zip(got, want, ("x", "scores")):
@@ -103,7 +103,7 @@ def checkpointed() -> None:
     want = gradients(switches, x, scores, indices, True)
     for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
         mine = slice(0, 6) if placed == "replicated" or rank == 0 else slice(6, 6)
-        layers = [ExpertParallelSwitchGLU.from_switch(one, group, mode=mode, tokens=placed) for one in switches]
+        layers = [ExpertParallelSwitchGLU.from_switch(one, group=group, mode=mode, tokens=placed) for one in switches]
         got = gradients(layers, x[mine], scores[mine], [selected[mine] for selected in indices], False)
         near(got[1], want[1][mine], (mode, placed, "x"))
         near(got[2], want[2][mine], (mode, placed, "scores"))

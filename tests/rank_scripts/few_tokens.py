@@ -22,7 +22,7 @@ def decoding() -> None:
     mx.random.seed(9)
     for make, tokens in zip((plain, plain, plain, glu_with_bias, half), (1, 2, 4, 4, 2)):
         switch = make(8)
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group=group)
         for call in range(EVERY + 5):
             x, scores = normal(tokens, HIDDEN), mx.random.uniform(shape=(tokens, 2))
             indices = mx.random.randint(0, 8, (tokens, 2)).astype(mx.uint32 if call % 2 else mx.int64)
@@ -47,7 +47,7 @@ def changes() -> None:
     mx.random.seed(10)
     x, indices = normal(2, 64), mx.array([[1, 5], [7, 0]])
     bare = SwitchGLU(64, 64, 8)
-    layer = ExpertParallelSwitchGLU.from_switch(bare, group)
+    layer = ExpertParallelSwitchGLU.from_switch(bare, group=group)
     for call in range(4):
         if call == 2:
             bare.activation = layer.activation = lambda up, gate: mx.maximum(gate, 0) * up
@@ -58,13 +58,13 @@ def changes() -> None:
             switch[name] = LoRASwitchLinear.from_base(bare[name], r=4, dropout=dropout, scale=scale)
             switch[name].lora_b = normal(*switch[name].lora_b.shape)
         switch.activation = layer.activation
-        other = ExpertParallelSwitchGLU.from_switch(switch, group)
+        other = ExpertParallelSwitchGLU.from_switch(switch, group=group)
         for name in ("gate_proj", "up_proj", "down_proj"):
             layer[name] = other[name]
         layer.train()
         layer(x, indices), layer(x, indices)
         near(layer.eval()(x, indices), switch.eval()(x, indices), ("LoRA", scale, dropout))
-    layer = ExpertParallelSwitchGLU.from_switch(bare, group)
+    layer = ExpertParallelSwitchGLU.from_switch(bare, group=group)
     mx.eval(layer(x, indices), layer(x, indices))
     held = weakref.ref(layer)
     del layer
@@ -89,7 +89,7 @@ def mistakes() -> None:
     cases = cases if size > 1 else []
     cases += [("indices of an earlier call are from 0 to 8", 8 * (mx.arange(2) == 1) + indices)]
     for words, wrong in cases:
-        layer = ExpertParallelSwitchGLU.from_switch(switch_of(8), group)
+        layer = ExpertParallelSwitchGLU.from_switch(switch_of(8), group=group)
         mx.eval(layer(x, indices))
         y = layer(x, wrong)
         assert mx.isnan(y).any().item() == ("indices" in words), words
@@ -103,7 +103,7 @@ def mistakes() -> None:
 def shapes() -> None:
     """Another number of tokens on one rank, between two comparisons: the engine's error on all, at once."""
     x, indices = mx.ones((2, HIDDEN)), mx.zeros((2, 2), mx.int32)
-    layer = ExpertParallelSwitchGLU.from_switch(switch_of(8), group)
+    layer = ExpertParallelSwitchGLU.from_switch(switch_of(8), group=group)
     mx.eval(layer(x, indices))
     tokens = 1 if rank == size - 1 else 2
     try:

@@ -31,7 +31,7 @@ def sharded(name: str, heads: str) -> tuple[nn.Module, Plan] | None:
     """None where a gradient of it is rejected, which test_training.py looks at."""
     model = tiny_models.build(name, **fields_of(heads))
     plan = plan_shards(model, tp=group.size())
-    return None if why_not_trained(model, plan) else (shard_model(model, plan, group), plan)
+    return None if why_not_trained(model, plan) else (shard_model(model, plan, group=group), plan)
 
 
 def step(model: nn.Module) -> tuple[mx.array, Gradients]:

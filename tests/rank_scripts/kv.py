@@ -121,8 +121,8 @@ class Sides:
     def place(self, model):
         """This rank's shard and stage of a model."""
         if self.tp > 1:
-            shard_model(model, plan_shards(model, tp=self.tp, rank_shares=self.shares), self.mesh["tp"])
-        return pipeline_parallel(model, self.mesh["pp"]) if self.pp > 1 else model
+            shard_model(model, plan_shards(model, tp=self.tp, rank_shares=self.shares), group=self.mesh["tp"])
+        return pipeline_parallel(model, group=self.mesh["pp"]) if self.pp > 1 else model
 
     def transfer(self, cache, model):
         """The cache that a receiver has then."""
@@ -279,7 +279,7 @@ def bad_sides():
 def bad_pairs():
     """What two ranks alone find: heads that no rank has, peers that are none, one side without a model."""
     model = tiny_models.build("qwen3")
-    shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group)
+    shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group=group)
     cache = prefilled(shard, "plain")
     transfer = lambda: kv.send(cache, [1], model=shard) if rank == 0 else kv.recv([0], model=model)
     refused("no sender has head 1 of layer 0, whose cache is KVCache", transfer)
@@ -293,7 +293,7 @@ def bad_pairs():
 def bad_offers(layers):
     """What a sender says of its caches is checked before anything is made of it."""
     model = tiny_models.build("qwen3")
-    shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group)  # not the same part
+    shard = shard_model(tiny_models.build("qwen3"), plan_shards(model, tp=2), group=group)  # not the same part
     with pytest.raises(mlxdist.Mismatch, match=r"ranks \[0\] sends is no prompt cache of this mlx-lm"):
         if rank == 0:
             propose({"model": described_model(shard), "layers": None}, None, [1], group)

@@ -3,9 +3,11 @@
 import sys
 import warnings
 
+import mlx.core as mx
 import numpy as np
 
 import mlxdist
+import mlxdist.nn as mnn
 
 group = mlxdist.init()
 rank = group.rank()
@@ -42,3 +44,15 @@ for axes in [(axis,) for axis in mesh.sizes] + [("dp", "tp"), ("tp", "dp"), tupl
 
 inner = mlxdist.mesh(tp=-1, group=mesh["tp"])  # a mesh of a part
 assert inner.size("tp") == mesh.size("tp") and inner.hosts == [mesh.hosts[member] for member in along("tp")]
+
+# A mesh of one axis is a group, wherever one is taken.
+assert mlxdist.all_gather(np.array([rank], np.int32), group=inner).tolist() == along("tp")
+assert mlxdist.mesh(tp=-1, group=inner).ranks.tolist() == inner.ranks.tolist()
+layer = mnn.ColumnParallelLinear(4, 8 * mesh.size("tp"), group=inner)
+assert layer(mx.ones((1, 4))).shape == (1, 8)
+if sum(size > 1 for size in mesh.sizes.values()) > 1:
+    try:
+        mlxdist.all_sum(mx.ones(3), group=mesh)
+        raise AssertionError("a mesh of several axes is no group")
+    except mlxdist.InvalidArgument as error:
+        assert "give one axis of it, mesh[" in str(error), error

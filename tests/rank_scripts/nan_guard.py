@@ -51,7 +51,7 @@ def first_on_any_rank() -> None:
 def sharded() -> None:
     """A tensor-parallel block: infinite on one rank alone, before the sum spreads it."""
     model = tiny_models.build("qwen3")
-    mlxdist.nn.shard_model(model, mlxdist.nn.plan_shards(model, tp=size), group)
+    mlxdist.nn.shard_model(model, mlxdist.nn.plan_shards(model, tp=size), group=group)
     expected = model(mx.arange(10)[None])
     mx.eval(expected)
     with NanGuard(model) as guard:

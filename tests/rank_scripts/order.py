@@ -192,7 +192,7 @@ def units_differ() -> None:
 
 def experts_differ() -> None:
     """One rank computes the gradient of other experts, of the same shapes, than the others."""
-    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group)
+    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group=group)
     experts.path = f"layers.{int(odd_one)}.switch_mlp"
     mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
 

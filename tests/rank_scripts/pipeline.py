@@ -53,7 +53,7 @@ def models(*names):
     for name in names:
         full, model = tiny_models.build(name), tiny_models.build(name)
         try:
-            pipeline_parallel(model, group)
+            pipeline_parallel(model, group=group)
         except mlxdist.InvalidArgument as error:
             refused.append(name)
             assert "layer" in str(error), error
@@ -82,7 +82,7 @@ def cuts(name):
     for options in ({"weights": range(1, size + 1)}, {"virtual": 2}, {"virtual": 3 if size < 4 else 2}):
         model = tiny_models.build(name, num_hidden_layers=9)
         plan = plan_stages(model, size, **options)
-        pipeline_parallel(model, group, plan)
+        pipeline_parallel(model, group=group, plan=plan)
         assert [list(chunk) for chunk in model.stage.chunks] == [list(range(*pair)) for pair in plan.ranges[rank::size]]
         same(str(options), logits(model, PROMPT, 2)[0], expected)
 
@@ -90,7 +90,7 @@ def cuts(name):
 def generation(name):
     """mlx-lm's generators: a cache that is quantized on the way, and one that rotates; several prompts at a time."""
     full, model = tiny_models.build(name, head_dim=32), tiny_models.build(name, head_dim=32)
-    pipeline_parallel(model, group)
+    pipeline_parallel(model, group=group)
     for options in ({}, {"max_kv_size": 8}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}):
         if options and hasattr(model, "make_cache"):
             continue  # it has kinds of its own
@@ -125,7 +125,7 @@ def same_batches(full, model):
 def together(name):
     """Several calls that are evaluated at once: right, or an error on all ranks, and never another call's result."""
     full, model = tiny_models.build(name), tiny_models.build(name)
-    pipeline_parallel(model, group)
+    pipeline_parallel(model, group=group)
     parts = [mx.array([row]) for row in ([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12])]
     results = [model(part) for part in parts]
     try:
@@ -139,7 +139,7 @@ def together(name):
 def in_flight(name):
     """1 to 8 requests in several batches, some of which end early, come later or are removed: as one process."""
     full, model = tiny_models.build(name), tiny_models.build(name)
-    pipeline_parallel(model, group)
+    pipeline_parallel(model, group=group)
     prompts = [PROMPT[0][start : start + 2 + 3 * (start % 3)] for start in range(8)]
     for count, options in [(1, {}), (2, {}), (5, {"max_kv_size": 8}), (8, {"prefill_batch_size": 1})]:
         if options and hasattr(model, "make_cache"):
@@ -177,7 +177,7 @@ def tokens_of(generator, prompts, late):
 def stages(name):
     """Stages called without communication: what each returns is sent by hand, with several batches on their way."""
     full, model = tiny_models.build(name), tiny_models.build(name)
-    pipeline_parallel(model, group)
+    pipeline_parallel(model, group=group)
     stage = model.stage
     batches = [mx.array([row[:7]] * (1 + number)) for number, row in enumerate(PROMPT[:1] * 3)]
     results = []
@@ -199,8 +199,8 @@ def with_tensor_parallel(name):
     """Layers over two ranks, and stages over the others."""
     mesh = mlxdist.mesh(pp=size // 2, tp=2)
     full, model = tiny_models.build(name), tiny_models.build(name)
-    shard_model(model, plan_shards(model, tp=2), mesh["tp"])
-    pipeline_parallel(model, mesh["pp"])
+    shard_model(model, plan_shards(model, tp=2), group=mesh["tp"])
+    pipeline_parallel(model, group=mesh["pp"])
     for a, b in zip(logits(model, PROMPT)[0], logits(full, PROMPT)[0]):
         assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
 
@@ -222,7 +222,9 @@ def loading(directory, tp):
             reports = []
             streamed = "stream" in options
             path = folder if rank == 0 or not streamed else None
-            model, _ = load_sharded(path, group, tp=tp, pp=stages, verify=True, on_report=reports.append, **options)
+            model, _ = load_sharded(
+                path, group=group, tp=tp, pp=stages, verify=True, on_report=reports.append, **options
+            )
             for a, b in zip(logits(model, PROMPT)[0], expected):
                 assert mx.allclose(a, b, atol=1e-5, rtol=1e-5), mx.abs(a - b).max().item()
             (report,) = reports
@@ -230,9 +232,9 @@ def loading(directory, tp):
             # What is sharded in a stage is compared between its ranks, by some more bytes.
             assert streamed or tp > 1 or report.bytes_read == report.bytes_held
             assert [model.stage.index, model.stage.stages] == [rank // tp, stages]
-        load_sharded(folder, group, tp=tp, pp=stages, verify=True, adapter_path=folder / "adapters")
+        load_sharded(folder, group=group, tp=tp, pp=stages, verify=True, adapter_path=folder / "adapters")
     with pytest.raises(mlxdist.InvalidArgument, match=f"the {size} ranks of the group are no pp=5 equal stages"):
-        load_sharded(folder, group, pp=5)
+        load_sharded(folder, group=group, pp=5)
 
 
 def bad_input():
@@ -242,7 +244,7 @@ def bad_input():
         before = [type(module) for module in model.modules()], tree_flatten(model.parameters())
         kind = mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument
         with pytest.raises(kind, match=words):
-            pipeline_parallel(model, group, plan)
+            pipeline_parallel(model, group=group, plan=plan)
         assert [type(module) for module in model.modules()] == before[0]
         assert all(a is b for (_, a), (_, b) in zip(tree_flatten(model.parameters()), before[1], strict=True))
 
@@ -254,7 +256,7 @@ def bad_input():
     own = plan_stages(llama, size, weights=[4 if stage == rank else 1 for stage in range(size)])
     refused("the ranks disagree", llama, own)
     refused("the ranks disagree", tiny_models.build("llama", num_hidden_layers=8 + rank))
-    stage = pipeline_parallel(llama, group).stage
+    stage = pipeline_parallel(llama, group=group).stage
     refused("a stage already", llama)
     with pytest.raises(mlxdist.InvalidArgument, match="what the stage before has returned"):
         stage(mx.array([PROMPT[0]]), [mx.zeros(1)] if stage.is_first else None)
@@ -262,7 +264,7 @@ def bad_input():
 
 def other_dtype():
     """What a stage sends is not what was agreed: an error that names both."""
-    model = pipeline_parallel(tiny_models.build("llama"), group)
+    model = pipeline_parallel(tiny_models.build("llama"), group=group)
     model.set_dtype(mx.float16)
     words = r"a stage sends float16 of shape \(1, 11, 64\), but float32 of shape \(batch, length, 64\) was agreed"
     if not model.stage.is_last:
@@ -272,7 +274,7 @@ def other_dtype():
 
 def killed():
     """The last stage ends while the others wait for it."""
-    model = pipeline_parallel(tiny_models.build("llama"), group)
+    model = pipeline_parallel(tiny_models.build("llama"), group=group)
     mx.eval(model(mx.array([PROMPT[0]])))
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -44,7 +44,7 @@ def batch_of(rows, seed=1):
 def staged(name, mesh, virtual=1, **sizes):
     model = tiny_models.build(name, **sizes)
     plan = plan_stages(model, mesh.size("pp"), virtual=virtual)
-    return pipeline_parallel(model, mesh["pp"], plan)
+    return pipeline_parallel(model, group=mesh["pp"], plan=plan)
 
 
 def compare(model, value, gradients, expected_value, expected, tolerance=2e-5):
@@ -109,8 +109,8 @@ def with_tensor_parallel(name):
     """Layers over two ranks: the norm of the gradients, and what an optimizer makes of them."""
     mesh = mlxdist.mesh(pp=size // 2, tp=2)
     full, model = tiny_models.build(name), tiny_models.build(name)
-    shard_model(model, plan_shards(model, tp=2), mesh["tp"])
-    pipeline_parallel(model, mesh["pp"])
+    shard_model(model, plan_shards(model, tp=2), group=mesh["tp"])
+    pipeline_parallel(model, group=mesh["pp"])
     batch = batch_of(8)
     value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
     step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
@@ -145,8 +145,8 @@ def with_context_parallel(name):
     """Sequences over two ranks, one of which may have no targets."""
     mesh = mlxdist.mesh(pp=size // 2, cp=2)
     full, model = tiny_models.build(name), tiny_models.build(name)
-    context_parallel(model, mesh["cp"])
-    pipeline_parallel(model, mesh["pp"])
+    context_parallel(model, group=mesh["cp"])
+    pipeline_parallel(model, group=mesh["pp"])
     alone = mlxdist.mesh(dp=size)["cp"]
     step = value_and_grad(model, masked_loss, mesh=mesh, accumulate=4)
     tokens, lengths = batch_of(8)
@@ -163,7 +163,7 @@ def with_sharded_optimizer(name, checkpointed=""):
     full, model = tiny_models.build(name), tiny_models.build(name)
     if checkpointed:
         grad_checkpoint(model.layers[0])
-    pipeline_parallel(model, mesh["pp"])
+    pipeline_parallel(model, group=mesh["pp"])
     fully_shard(model, mesh=mesh, stage=1)
     batch = batch_of(8)
     value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
@@ -200,7 +200,7 @@ def with_checkpointing(name):
     batch = batch_of(8)
     expected = nn.value_and_grad(full, default_loss)(full, *batch)
     grad_checkpoint(model.layers[0])
-    pipeline_parallel(model, mesh["pp"])
+    pipeline_parallel(model, group=mesh["pp"])
     step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
     compare(model, *step(model, *batch), *expected)
 
@@ -215,7 +215,7 @@ def adapters(name, layers):
         linear_to_lora_layers(one, int(layers), {"rank": 2, "scale": 1.0, "dropout": 0.0})
         for path, array in tree_flatten(one.trainable_parameters()):
             one.update(tree_unflatten([(path, mx.random.normal(array.shape) * 0.1)]))
-    pipeline_parallel(model, mesh["pp"])
+    pipeline_parallel(model, group=mesh["pp"])
     batch = batch_of(8)
     expected = nn.value_and_grad(full, default_loss)(full, *batch)
     step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
@@ -278,7 +278,7 @@ def dtypes():
         full, model = tiny_models.build("gemma"), tiny_models.build("gemma")
         full.set_dtype(dtype)
         model.set_dtype(dtype)
-        pipeline_parallel(model, mesh["pp"])
+        pipeline_parallel(model, group=mesh["pp"])
         value, gradients = value_and_grad(model, mean, mesh=mesh, accumulate=4, schedule="zero_bubble")(model, tokens)
         wanted, expected = nn.value_and_grad(full, mean)(full, tokens)
         assert value.dtype == wanted.dtype and abs(value.item() - wanted.item()) < 0.05
@@ -441,7 +441,10 @@ def bad_input():
             other = tiny_models.build("qwen3")
             if rank == size - 1:
                 other.layers[layer].freeze()
-            refused(words + r".*: float32 \[.*\] on rank 0, .*, frozen on", lambda o=other: pipeline_parallel(o, group))
+            refused(
+                words + r".*: float32 \[.*\] on rank 0, .*, frozen on",
+                lambda o=other: pipeline_parallel(o, group=group),
+            )
     rows = tuple(x[:7] for x in batch)
     refused("7 rows, which do not divide into accumulate=4", lambda: make()(model, *rows))
     twice = lambda model, tokens: model(tokens).sum() + model(tokens).sum()

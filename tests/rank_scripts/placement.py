@@ -29,7 +29,9 @@ def served(kind: str, stream: bool = False, **layout: object) -> ModelPlacement:
     it."""
     directory = base / kind if rank == 0 or not stream else Path("nowhere")
     placement = place(directory, group, Layout(**layout))
-    model, tokenizer = load_sharded(directory, group, placement.plan, stage_plan=placement.stage_plan, stream=stream)
+    model, tokenizer = load_sharded(
+        directory, group=group, plan=placement.plan, stage_plan=placement.stage_plan, stream=stream
+    )
     expected = alone(load(str(base / kind))[0])
     worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=4))
     worker.warm_up()

@@ -59,7 +59,7 @@ for module in full.modules():
 expected_loss, expected = nn.value_and_grad(full, reference)(full, batch, lengths)
 expected = dict(tree_flatten(expected))
 if mesh.size("pp") > 1:
-    pipeline_parallel(model, mesh["pp"])
+    pipeline_parallel(model, group=mesh["pp"])
 if mesh.size("fsdp") > 1:
     fully_shard(model, mesh=mesh, stage=1 if mesh.size("pp") > 1 else 3)
 routers, where, data = RouterBalance(model), cuts(model), mesh["dp", "fsdp"]

@@ -37,7 +37,7 @@ def saved(kind: str) -> Path:
 
 def serve(kind: str) -> str:
     directory = saved(kind)
-    model, _ = load_sharded(directory, group, stream=True)
+    model, _ = load_sharded(directory, group=group, stream=True)
     try:
         worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=4))
         worker.warm_up()

@@ -24,7 +24,7 @@ from mlxdist.serve.worker import BatchLimits, Worker
 
 group = mlxdist.init()
 own = group.split(0)
-model, tokenizer = load_sharded(sys.argv[1], group)
+model, tokenizer = load_sharded(sys.argv[1], group=group)
 if "full" in sys.argv[2:]:
     mx.set_memory_limit(1 if group.rank() == 1 else 1 << 30)
     tokens_that_fit(model, 8, 64, group)

@@ -20,7 +20,7 @@ from mlxdist.serve.worker import BatchLimits, Worker
 
 folder, stages, plan = sys.argv[1], int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
 group = mlxdist.init()
-model, tokenizer = load_sharded(folder, group, pp=stages, adapter_path=plan["adapters"])
+model, tokenizer = load_sharded(folder, group=group, pp=stages, adapter_path=plan["adapters"])
 worker = Worker(AdaptedModel(model), tokenizer, BatchLimits(prefill_step_size=16))
 assert worker.warm_up() > 0
 sampling, logits = SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)

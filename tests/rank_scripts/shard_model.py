@@ -47,7 +47,7 @@ def compare(name: str, quantized: bool = False, fields: dict | None = None, **ho
     assert Plan.from_json(plan.to_json()) == plan
     if not plan.sharded and name not in NOTHING_CUT and group.size() > 1:
         return f"{name}: nothing is sharded"
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if held != plan.bytes(group.rank()):
         return f"{name}: {held} bytes are held, {plan.bytes(group.rank())} planned"
@@ -163,16 +163,16 @@ def refused() -> None:
         ("model must be an mlx.nn.Module", ("llama", plan)),
     ]:
         try:
-            shard_model(*arguments, group)
+            shard_model(*arguments, group=group)
         except mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument as error:
             texts = [bytes(text) for text in mlxdist.all_gather(padded(str(error)), group=group)]
             assert words in str(error) and len(set(texts)) == 1, (str(error), texts)
         else:
             raise AssertionError(f"no error: {words}")
     plan.check(model)  # it is still full
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     try:
-        shard_model(model, plan, group)
+        shard_model(model, plan, group=group)
     except mlxdist.InvalidArgument as error:
         assert "in the plan float32 of shape" in str(error), error
     else:

@@ -70,7 +70,7 @@ def compare(name: str, layer: nn.Module, batch: int = 1, tokens: int = 5, steps:
     """Prefill, tokens one by one, a second prefill behind them, a trimmed cache, no cache: as the layer."""
     dtype = layer.input_layernorm.weight.dtype
     width = layer.input_layernorm.weight.size
-    block = SplitBlock.from_layer(layer, group, **options)
+    block = SplitBlock.from_layer(layer, group=group, **options)
     mine, dense = KVCache(), KVCache()
 
     def both(length: int, mask: str | mx.array | None, what: str, cached: bool = True) -> None:
@@ -107,7 +107,7 @@ def caches() -> None:
         ("batched", lambda: BatchKVCache([2, 0])),
     ):
         layer = randomized(llama_layer(2 * n, n, 12 * n, head_dim=32, attention_bias=True))
-        block, mine, dense = SplitBlock.from_layer(layer, group, submit=True), make(), make()
+        block, mine, dense = SplitBlock.from_layer(layer, group=group, submit=True), make(), make()
         mx.random.seed(11)
         for length in (5, 1, 1, 3, 1):
             x = mx.random.normal((2, length, 48))
@@ -169,7 +169,7 @@ def counts() -> None:
     """Two submissions per layer, none without ``submit``; nothing traced from token to token."""
     layer = randomized(llama_layer(2 * size, size, 6 * size))
     for submit, wanted in ((True, 2), (False, 0)):
-        block, cache = SplitBlock.from_layer(layer, group, submit=submit), KVCache()
+        block, cache = SplitBlock.from_layer(layer, group=group, submit=submit), KVCache()
         x = mx.random.normal((1, 1, 48), key=mx.random.key(1))
         mx.eval(block(x, None, cache))
         for _ in range(3):
@@ -196,7 +196,7 @@ def counts() -> None:
 
 def in_place() -> None:
     """The KV cache is written where it is, not copied for each token."""
-    block, cache = SplitBlock.from_layer(randomized(llama_layer(size, size, 6 * size)), group), KVCache()
+    block, cache = SplitBlock.from_layer(randomized(llama_layer(size, size, 6 * size)), group=group), KVCache()
     x = mx.ones((1, 1, 48))
     places = set()
     for _ in range(5):
@@ -220,7 +220,7 @@ def models() -> None:
         logits = model(prompt[None])
         mx.eval(logits)
         whole = sum(x.nbytes for _, x in nn.utils.tree_flatten(model.parameters()))
-        split = SplitModel.from_model(model, group)
+        split = SplitModel.from_model(model, group=group)
         close(split(prompt[None]), logits, f"{name}: logits", 1e-5)
         found = generated(prompt, split)
         assert found == wanted, f"{name}: {found}, not {wanted}"
@@ -292,7 +292,7 @@ def bad_input() -> None:
     if rank == size - 1:
         failing.self_attn.scale = None
     refused("float() argument", lambda: cut(failing, group), TypeError if rank == size - 1 else mlxdist.InvalidArgument)
-    refused("has no layers", lambda: SplitModel.from_model(nn.Linear(2, 2) if rank else model(), group))
+    refused("has no layers", lambda: SplitModel.from_model(nn.Linear(2, 2) if rank else model(), group=group))
 
 
 def model() -> nn.Module:

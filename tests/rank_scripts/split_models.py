@@ -129,7 +129,7 @@ def compare(name: str, kinds: Sequence[str], steps: Sequence[int] = tuple(STEPS)
     wanted = {kind: outcome(whole, kind, steps) for kind in kinds}
     compared.update(kind for kind in kinds if not isinstance(wanted[kind], str))
     try:
-        split = SplitModel.from_model(whole, group)
+        split = SplitModel.from_model(whole, group=group)
     except mlxdist.InvalidArgument as error:
         return [f"{name} is rejected: {error}"]
     faults = []
@@ -226,7 +226,7 @@ def refused() -> None:
 
 def said(words: str, model: nn.Module, kind: type[Exception] = mlxdist.InvalidArgument) -> None:
     try:
-        SplitModel.from_model(model, group)
+        SplitModel.from_model(model, group=group)
     except (mlxdist.Error, RecursionError) as error:
         assert type(error) is kind and words in str(error), f"{type(error).__name__}: {error}"
     else:
@@ -237,7 +237,7 @@ def sliding() -> None:
     """Layers with a window and caches without one: nothing is traced from token to token, and nothing is kept."""
     fields = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
     faults = compare("llama", ["plain"], [7, 1, 3, 1, 1, 30, 1, 1], **fields)
-    split = SplitModel.from_model(tiny_models.build("llama", **fields), group)
+    split = SplitModel.from_model(tiny_models.build("llama", **fields), group=group)
     assert not faults and split.why_not_blocks is None, (faults, split.why_not_blocks)
     cache = [KVCache() for _ in split.layers]
     tokens = mx.array([[5]])
@@ -264,7 +264,7 @@ def submitted() -> None:
     for name in ("mixtral", "gemma3_text"):
         whole = tiny_models.build(name)
         wanted = logits(whole, "own")
-        split = SplitModel.from_model(whole, group, submit=True)
+        split = SplitModel.from_model(whole, group=group, submit=True)
         assert split.why_not_blocks and len(split.layers) == tiny_models.LAYERS
         with submissions() as count:
             split(mx.array([[1, 2, 3]]))

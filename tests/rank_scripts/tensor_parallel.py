@@ -196,7 +196,9 @@ def rows_alone() -> None:
     layer = RowParallelLinear.from_linear(whole, sequence_parallel=True, input_is_parallel=False)
     assert layer(x).shape == (2, 5)
     total = nn.value_and_grad(whole, lambda layer, x: mx.sin(layer(x)).sum())
-    mine = nn.value_and_grad(layer, lambda layer, x: reduce_from_tensor_parallel_region(mx.sin(layer(x)).sum(), group))
+    mine = nn.value_and_grad(
+        layer, lambda layer, x: reduce_from_tensor_parallel_region(mx.sin(layer(x)).sum(), group=group)
+    )
     (expected, theirs), (value, gradients) = total(whole, x), mine(layer, x)
     close(value, expected, "rows, sequence parallel")
     for name, gradient in cut_like(layer, theirs).items():

@@ -71,7 +71,7 @@ def compare(name: str, fields: dict | None = None, steps: int = 0, quantized: bo
         nn.quantize(one, group_size=32, bits=4)  # its norms are trained
     plan = plan_shards(model, **({"tp": group.size()} | how))
     refused = why_not_trained(model, plan)
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     if refused:
         return "" if refusal(model) == refused else f"{name}: a gradient is not rejected"
     found, expected = (trained(one, steps) if steps else gradients(one) for one in (model, whole))
@@ -132,7 +132,7 @@ def cases() -> None:
     close(("kimi_k3", {"fields": {"text_config": latent | {"latent_moe_use_norm": True}}}))
     whole, model = tiny_models.build("deepseek_v3"), tiny_models.build("deepseek_v3")
     plan = plan_shards(model, tp=group.size())
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     for one in (whole, model):
         adapt(one)
     wrong = list(differences(gradients(model), gradients(whole), plan))
@@ -143,7 +143,7 @@ def transformed() -> None:
     """The same inside mx.compile, and with mlx-lm's checkpoints, which compute a layer again in the backward pass."""
     whole, model = tiny_models.build("qwen3_moe"), tiny_models.build("qwen3_moe")
     plan = plan_shards(model, tp=group.size())
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     expected = gradients(whole)
     step = nn.value_and_grad(model, loss)
     compiled = mx.compile(lambda tokens: step(model, tokens), inputs=model.state, outputs=model.state)
@@ -183,7 +183,7 @@ def parallel_regions() -> None:
 
 def cut(name: str) -> nn.Module:
     model = tiny_models.build(name)
-    return shard_model(model, plan_shards(model, tp=group.size()), group)
+    return shard_model(model, plan_shards(model, tp=group.size()), group=group)
 
 
 def adapted(name: str, fields: dict | None = None, quantized: bool = False, **how: object) -> Iterator[str]:
@@ -193,7 +193,7 @@ def adapted(name: str, fields: dict | None = None, quantized: bool = False, **ho
     for one in (whole, model) if quantized else ():
         nn.quantize(one, group_size=32, bits=4)
     plan = plan_shards(model, **({"tp": group.size()} | how))
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     for one in (whole, model):
         one.freeze()
         linear_to_lora_layers(one, 4, config)
@@ -240,7 +240,7 @@ def adapters_come_after_the_cut() -> None:
         plan = plan_shards(model, tp=group.size())
         use_dora = name == "llama"
         linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0}, use_dora)
-        for attempt in (lambda: plan_shards(model, tp=group.size()), lambda: shard_model(model, plan, group)):
+        for attempt in (lambda: plan_shards(model, tp=group.size()), lambda: shard_model(model, plan, group=group)):
             try:
                 attempt()
                 raise AssertionError("not rejected")
@@ -253,7 +253,7 @@ def new_adapters_are_parts_of_whole_ones() -> None:
     for name in ("mixtral", "qwen2_moe"):
         whole, model = tiny_models.build(name), tiny_models.build(name)
         plan = plan_shards(model, tp=group.size())
-        shard_model(model, plan, group)
+        shard_model(model, plan, group=group)
         layers, compared = dict(whole.named_modules()), set()
         for path, layer in model.named_modules():
             if isinstance(layer, ShardedLinear) or not hasattr(layer, "to_lora"):
@@ -407,7 +407,7 @@ def saved_and_freed() -> None:
         assert not found[f"{experts}.{name}"].is_full
     # KV heads fewer than the ranks: mlx-lm's shard() makes a sharded layer of what all ranks hold.
     model = tiny_models.build("qwen3_5", heads=(4, 1))
-    shard_model(model, plan_shards(model, tp=group.size()), group)
+    shard_model(model, plan_shards(model, tp=group.size()), group=group)
     linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
     found, attention = cuts(model), f"language_model.model.layers.{len(model.layers) - 1}.self_attn"
     assert all(found[f"{attention}.k_proj.{name}"].is_full for name in ("linear.weight", "lora_a", "lora_b"))
@@ -424,7 +424,7 @@ def collectives() -> None:
     is full in it."""
     for name, sums, router in (("qwen3_moe", (1 + 8, 8 + 4 + 3), 1), ("smollm3", (1 + 8, 8), 0)):
         model = tiny_models.build(name)
-        shard_model(model, plan_shards(model, tp=group.size()), group)
+        shard_model(model, plan_shards(model, tp=group.size()), group=group)
         forward = counted(lambda model=model: loss(model, mx.array(TOKENS)))
         backward = counted(lambda model=model: gradients(model)) - forward
         assert (forward, backward) == sums, f"{name}: {forward}, {backward}"

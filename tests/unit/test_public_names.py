@@ -6,7 +6,9 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import mlx.core as mx
 import pytest
@@ -26,7 +28,7 @@ OPERATIONS = [
     "init",
     "is_available",
 ]
-PACKAGES = ["mlxdist.nn", "mlxdist.nn.expert_parallel", "mlxdist.train"]
+PACKAGES = ["mlxdist.kv", "mlxdist.nn", "mlxdist.nn.expert_parallel", "mlxdist.train"]
 
 
 def run_python(code: str) -> str:
@@ -112,6 +114,33 @@ def test_public_classes_share_no_name():
             if isinstance(node, ast.ClassDef) and node.name in public:
                 defined.setdefault(node.name, []).append(str(path))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+# Made by factories: programs do not call these.
+FACTORY_MADE = {"Mesh", "DispatchHandle", "SplitBlock", "Stage"}
+OF_MLX = {"average_gradients", "all_reduce_grads"}  # in the places that mlx.nn.average_gradients gives them
+
+
+def public_callables(module: ModuleType) -> Iterator[tuple[str, Callable]]:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) and issubclass(value, Exception):
+            continue
+        if callable(value) and name not in FACTORY_MADE | OF_MLX:
+            yield name, value
+        for method, function in vars(value).items() if inspect.isclass(value) else ():
+            if not method.startswith("_") and isinstance(function, FunctionType | classmethod):
+                yield f"{name}.{method}", getattr(value, method)
+
+
+@pytest.mark.parametrize("package", ["mlxdist", *PACKAGES])
+def test_a_group_is_given_by_keyword(package):
+    positional = []
+    for name, function in public_callables(importlib.import_module(package)):
+        group = inspect.signature(function).parameters.get("group")
+        if group is not None and group.kind is not group.KEYWORD_ONLY:
+            positional.append(name)
+    assert not positional
 
 
 @pytest.mark.parametrize("package", PACKAGES)

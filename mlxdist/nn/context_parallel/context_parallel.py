@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.nn.split_block.rotary import FIXED
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..interception import become
@@ -31,7 +31,7 @@ _METHODS: dict[str, Callable[..., mx.array]] = {"ring": ring_attention, "ulysses
 _ATTENTION, _MASK = "scaled_dot_product_attention", "create_attention_mask"
 
 
-def context_parallel(model: M, group: Group | None = None, method: str = "ring") -> M:
+def context_parallel(model: M, *, group: GroupLike | None = None, method: str = "ring") -> M:
     """Makes a model of mlx-lm one that is called with shards of sequences, in place.
 
     Every rank calls it with its own shard of the tokens, as :func:`shard_sequence` makes it, and gets its shard of the

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from .sequence import gather_sequence, shard_sequence
@@ -16,7 +16,7 @@ from .sequence import gather_sequence, shard_sequence
 __all__ = ["prefill"]
 
 
-def prefill(model: nn.Module, prompt: mx.array | Sequence[int], group: Group | None = None) -> list[Any]:
+def prefill(model: nn.Module, prompt: mx.array | Sequence[int], *, group: GroupLike | None = None) -> list[Any]:
     """The cache of a prompt, of which each rank computes a shard, for ``mlx_lm``'s ``prompt_cache=``.
 
     Give it all tokens but the last, which generation begins with::
@@ -49,13 +49,13 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], group: Group | N
         if tokens.ndim != 1 or not tokens.size:
             raise InvalidArgument(f"prefill: the prompt has shape {tokens.shape}, but must be tokens, (length,)")
     padding = -tokens.size % (2 * group.size()) if group.size() > 1 else 0
-    shard = shard_sequence(mx.pad(tokens, (0, padding)), 0, group)
+    shard = shard_sequence(mx.pad(tokens, (0, padding)), 0, group=group)
     cache: list[Any] = [KVCache() for _ in make_prompt_cache(model)]
     model(shard[None], cache=cache)
     for layer in cache:
         if layer.empty():  # it has those of another layer
             continue
-        keys, values = (gather_sequence(x, 2, group)[:, :, : tokens.size] for x in layer.keys_and_values())
+        keys, values = (gather_sequence(x, 2, group=group)[:, :, : tokens.size] for x in layer.keys_and_values())
         layer.state = keys, values, tokens.size
         mx.eval(keys, values)
     return cache

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.nn.mappings import without_gradient
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.point_to_point import sendrecv
@@ -32,7 +32,7 @@ def ring_attention(
     mask: Mask = None,
     sinks: mx.array | None = None,
     window_size: int | None = None,
-    group: Group | None = None,
+    group: GroupLike | None = None,
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
 

@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import gather_from_sequence_parallel_region
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 __all__ = ["chunk_starts", "gather_sequence", "in_order", "local_axis", "shard_sequence", "zigzag"]
 
 
-def shard_sequence(x: mx.array, axis: int = 1, group: Group | None = None) -> mx.array:
+def shard_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None) -> mx.array:
     """This rank's two chunks of a sequence that every rank holds in full. Nothing is sent.
 
     Args:
@@ -46,7 +46,7 @@ def shard_sequence(x: mx.array, axis: int = 1, group: Group | None = None) -> mx
     return mx.concatenate([chunks[group.rank()], chunks[2 * ranks - 1 - group.rank()]], axis)
 
 
-def gather_sequence(x: mx.array, axis: int = 1, group: Group | None = None) -> mx.array:
+def gather_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None) -> mx.array:
     """The full sequence, in order, from the shard of each rank: the inverse of :func:`shard_sequence`. One all_gather.
 
     The gradient is this rank's shard of the sum of all ranks' cotangents.
@@ -66,7 +66,7 @@ def gather_sequence(x: mx.array, axis: int = 1, group: Group | None = None) -> m
     axis = local_axis("gather_sequence", x, axis, group)
     if group.size() == 1:
         return x
-    return in_order(gather_from_sequence_parallel_region(x, axis, group), axis, group.size())
+    return in_order(gather_from_sequence_parallel_region(x, axis, group=group), axis, group.size())
 
 
 def in_order(x: mx.array, axis: int, ranks: int) -> mx.array:

@@ -7,7 +7,7 @@ Models", arXiv:2309.14509.
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_to_all
 
@@ -26,7 +26,7 @@ def ulysses_attention(
     mask: Mask = None,
     sinks: mx.array | None = None,
     window_size: int | None = None,
-    group: Group | None = None,
+    group: GroupLike | None = None,
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
 
@@ -115,7 +115,7 @@ def _gather_heads(x: mx.array, group: Group) -> mx.array:
 def _full_mask(mask: mx.array, group: Group) -> mx.array:
     """The rows of all ranks, and of the heads those of this rank."""
     if mask.ndim > 1 and mask.shape[-2] > 1:
-        mask = gather_sequence(mask, -2, group)
+        mask = gather_sequence(mask, -2, group=group)
     if mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mx.split(mask, group.size(), -3)[group.rank()]
     return mask

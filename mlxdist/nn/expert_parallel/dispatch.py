@@ -1,6 +1,6 @@
 """Tokens to the owners of their experts, results back: exactly the routed rows, nothing padded, nothing dropped.
 
-    received, experts, handle = dispatch(x, indices, placement, group)
+    received, experts, handle = dispatch(x, indices, placement, group=group)
     y = ...                                      # the local expert experts[i] on received[i]
     out = combine(y, handle, scores)             # (tokens, d), or (tokens, k, d) without scores
 
@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_to_all_v
 from mlxdist.runtime.operations.ordering import Order, chained
@@ -107,8 +107,8 @@ def dispatch(
     x: mx.array,
     indices: mx.array | None = None,
     placement: Placement | None = None,
-    group: Group | None = None,
     *,
+    group: GroupLike | None = None,
     handle: DispatchHandle | None = None,
     exchange_dtype: ExchangeDtype = None,
 ) -> tuple[mx.array, mx.array, DispatchHandle]:
@@ -193,7 +193,7 @@ def _bring_back(
 def route(
     indices: mx.array,
     placement: Placement,
-    group: Group | None = None,
+    group: GroupLike | None = None,
     *,
     x: mx.array | None = None,
     name: str = "dispatch",

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_sum
 
@@ -111,7 +111,7 @@ class BalanceBias:
     """
 
     def __init__(
-        self, experts: int, rate: float = 1e-3, *, owners: Iterable[int] | None = None, group: Group | None = None
+        self, experts: int, rate: float = 1e-3, *, owners: Iterable[int] | None = None, group: GroupLike | None = None
     ) -> None:
         self._group = group_of(group)
         with agreed("BalanceBias", self._group, {"experts": experts, "rate": rate}):

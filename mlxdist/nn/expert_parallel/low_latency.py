@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_to_all
 
@@ -67,7 +67,7 @@ class LowLatencyExchange:
     """
 
     def __init__(
-        self, placement: Placement, max_tokens: int, top_k: int, *, fp8: bool = False, group: Group | None = None
+        self, placement: Placement, max_tokens: int, top_k: int, *, fp8: bool = False, group: GroupLike | None = None
     ) -> None:
         self.placement = placement
         self.max_tokens = max_tokens

@@ -1,6 +1,6 @@
 """Dispatch and combine that go on while this rank computes something else, and how much of them was hidden by that.
 
-    exchange = OverlappedExchange(placement, group)
+    exchange = OverlappedExchange(placement, group=group)
     sent = exchange.dispatch_async(x, indices, scores)
     mx.eval(shared := shared_expert(x))                       # or the attention of the next micro-batch
     rows, experts = sent.wait()
@@ -31,7 +31,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.group.handle import Handle
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_to_all_v
@@ -89,7 +89,7 @@ class OverlappedExchange:
         What `Group.split` raises.
     """
 
-    def __init__(self, placement: Placement, group: Group | None = None) -> None:
+    def __init__(self, placement: Placement, *, group: GroupLike | None = None) -> None:
         self.placement = placement
         self._group = group_of(group)
         if problem := wrong_ranks("OverlappedExchange", placement, self._group):

@@ -35,7 +35,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
 
@@ -85,7 +85,7 @@ class LinkCosts:
     measured: bool = False
 
     @classmethod
-    def of(cls, group: Group) -> LinkCosts:
+    def of(cls, *, group: Group) -> LinkCosts:
         """What rank 0's tuning file says of such a ``group`` (`mlxdist calibrate`), else what can be expected."""
         for known in group._world.native_group.tuning.expert_links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
@@ -265,7 +265,7 @@ class _State:
     calls: int  # since the last change
 
 
-def calibrate(group: Group | None = None, repeats: int = REPEATS) -> LinkCosts:
+def calibrate(*, group: GroupLike | None = None, repeats: int = REPEATS) -> LinkCosts:
     """Measures the collectives of the three modes between the ranks of ``group``. All ranks call it.
 
     Each is timed on small and on large arrays, as lazy operations of MLX, ``repeats`` times; what counts is the median,

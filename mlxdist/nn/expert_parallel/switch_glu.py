@@ -13,7 +13,7 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.cuda import computes_on_cuda
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
@@ -116,14 +116,14 @@ class ExpertParallelSwitchGLU(nn.Module):
     def from_switch(
         cls,
         switch: nn.Module,
-        group: Group | None = None,
         *,
+        group: GroupLike | None = None,
         mode: Literal["auto", "replicated", "gather", "dispatch"] = "auto",
         tokens: Literal["replicated", "sharded"] = "replicated",
         capacity_factor: float | None = None,
         exchange_dtype: ExchangeDtype = None,
         rank_shares: Sequence[float] | None = None,
-        tp_group: Group | None = None,
+        tp_group: GroupLike | None = None,
         host_sync: bool = True,
         policy: Policy | None = None,
     ) -> "ExpertParallelSwitchGLU":
@@ -166,8 +166,8 @@ class ExpertParallelSwitchGLU(nn.Module):
         names = projections(switch)
         options = _Options(mode, tokens, capacity_factor, exchange_dtype, host_sync)
         placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)
-        sharding = Sharding.of(switch, placement, group, tp_group)
-        return cls(switch, sharding, options, policy or Policy(LinkCosts.of(group)))
+        sharding = Sharding.of(switch, placement, group, None if tp_group is None else group_of(tp_group))
+        return cls(switch, sharding, options, policy or Policy(LinkCosts.of(group=group)))
 
     def to_switch(self) -> nn.Module:
         """The layer of mlx-lm with all experts, on every rank. Collective, and awaited."""

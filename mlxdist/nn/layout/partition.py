@@ -18,7 +18,7 @@ from numbers import Integral, Real
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_sum
 
@@ -132,7 +132,9 @@ def own_tokens(tokens: mx.array, here: slice) -> tuple[mx.array, mx.array]:
     return mine, mx.where(mine, tokens - here.start, 0)
 
 
-def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1) -> mx.array:
+def join(
+    x: mx.array, axis: int, sizes: Sequence[int], group: GroupLike | None = None, segments: Segments = 1
+) -> mx.array:
     """All ranks' shards, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; shards of
     different sizes are padded for it. Backward: this rank's shard of the cotangent."""
     group = group_of(group)
@@ -146,7 +148,7 @@ def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = Non
     )
 
 
-def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None) -> mx.array:
+def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: GroupLike | None = None) -> mx.array:
     """This rank's shard of an ``x`` that is the same on all ranks. Backward: all ranks' cotangents, joined.
 
     :func:`mlxdist.nn.scatter_to_tensor_parallel_region` for shards of different sizes.
@@ -194,7 +196,7 @@ def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]
     if min(sizes) < longest:  # on all ranks: mx.pad would give the longest shard another graph
         padded = mx.zeros((*x.shape[:axis], longest, *x.shape[axis + 1 :]), x.dtype)
         x = mx.slice_update(padded, x, mx.array([0]), (axis,))
-    gathered = gather_from_tensor_parallel_region(x, axis, group)
+    gathered = gather_from_tensor_parallel_region(x, axis, group=group)
     if len(places[0]) == 1 and min(sizes) == longest:
         return gathered
     starts = [longest * rank for rank in range(len(sizes))]

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.plan import shard_model
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..equal_inputs import compare_inputs
@@ -53,8 +53,8 @@ class SplitModel(InPlaceOf):
     def from_model(
         cls,
         model: nn.Module,
-        group: Group | None = None,
         *,
+        group: GroupLike | None = None,
         rank_shares: Sequence[float] | None = None,
         transposed: bool | None = None,
         submit: bool | None = None,
@@ -168,7 +168,7 @@ def _wrong_blocks(model: nn.Module, group: Group, rank_shares: Sequence[float] |
     kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
     for layer in kinds.values():
         try:
-            SplitBlock.from_layer(layer, group, rank_shares=rank_shares, transposed=False, submit=False)
+            SplitBlock.from_layer(layer, group=group, rank_shares=rank_shares, transposed=False, submit=False)
         except InvalidArgument as error:
             return str(error)
     return None
@@ -183,7 +183,13 @@ def _into_blocks(
         tables = {id(block.table): block.table for block in blocks}.values()
         blocks.append(
             SplitBlock.from_layer(
-                layer, group, rank_shares=rank_shares, transposed=transposed, submit=submit, tables=tables, check=False
+                layer,
+                group=group,
+                rank_shares=rank_shares,
+                transposed=transposed,
+                submit=submit,
+                tables=tables,
+                check=False,
             )
         )
         layers[number] = blocks[-1]
@@ -195,7 +201,7 @@ def _shard_own_layers(model: nn.Module, group: Group, rank_shares: Sequence[floa
         plan = plan_shards(model, tp=group.size(), rank_shares=rank_shares)
         if group.size() > 1 and not plan.sharded:
             raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can shard")
-    shard_model(model, plan, group)
+    shard_model(model, plan, group=group)
     if mx.default_device() != mx.cpu if submit is None else submit:
         submit_sums(model)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch, name_ranks
 from mlxdist.base.model_directory import model_directory
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
@@ -70,8 +70,8 @@ def verify(
     model: nn.Module,
     reference: nn.Module | str | Path | None,
     tokens: mx.array | np.ndarray | None = None,
-    group: Group | None = None,
     *,
+    group: GroupLike | None = None,
     tolerance: float | None = None,
 ) -> Verification:
     """Compares the logits of a sharded model with those of the full one: for a prompt, then token by token.
@@ -113,7 +113,9 @@ def verify(
     return _compared(np.array(found.astype(mx.float32)), expected, about["dtype"], tolerance, group)
 
 
-def require_agreement(model: nn.Module, reference: nn.Module | str | Path | None, group: Group | None = None) -> None:
+def require_agreement(
+    model: nn.Module, reference: nn.Module | str | Path | None, *, group: GroupLike | None = None
+) -> None:
     """:func:`verify`; raises Mismatch on every rank if the models do not agree."""
     verification = verify(model, reference, group=group)
     if not verification.agrees:

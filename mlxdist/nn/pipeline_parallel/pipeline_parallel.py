@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.interception import intercept
 from mlxdist.nn.rank_checks import agree, agreed, described
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from .layers import Layers, find_layers
@@ -21,7 +21,7 @@ __all__ = ["pipeline_parallel"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def pipeline_parallel(model: M, group: Group | None = None, plan: StagePlan | None = None) -> M:
+def pipeline_parallel(model: M, *, group: GroupLike | None = None, plan: StagePlan | None = None) -> M:
     """Makes this rank's stage of a model of mlx-lm, in place. Collective; no parameter is evaluated.
 
     ``model(tokens, cache=...)``, called by all ranks with the same arguments, then returns the logits of the full

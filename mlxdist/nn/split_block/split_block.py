@@ -26,7 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_sum
 
@@ -61,7 +61,7 @@ class SplitBlock(nn.Module):
     """
 
     def __init__(
-        self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: Group | None, submit: bool
+        self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: GroupLike | None, submit: bool
     ) -> None:
         super().__init__()
         self._shape, self._group = shape, group
@@ -74,8 +74,8 @@ class SplitBlock(nn.Module):
     def from_layer(
         cls,
         layer: nn.Module,
-        group: Group | None = None,
         *,
+        group: GroupLike | None = None,
         rank_shares: Sequence[float] | None = None,
         transposed: bool | None = None,
         submit: bool | None = None,

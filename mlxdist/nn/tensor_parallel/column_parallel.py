@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import Segments, split_sizes
@@ -33,7 +33,7 @@ class _ColumnParallel(ParallelLinear):
         segments: Segments = 1,
         rank_shares: Sequence[float] | None = None,
         multiple: int = 1,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         group = group_of(group)
         if rank_shares is None and self.uneven:
@@ -49,8 +49,8 @@ class _ColumnParallel(ParallelLinear):
         if x.shape[-1:] != (self.input_dims,):
             raise InvalidArgument(f"{type(self).__name__}: x must be (..., {self.input_dims}), not {x.shape}")
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, -2, self._group)
-        return copy_to_tensor_parallel_region(x, self._group)
+            return gather_from_sequence_parallel_region(x, -2, group=self._group)
+        return copy_to_tensor_parallel_region(x, group=self._group)
 
     def leave(self, y: mx.array) -> mx.array:
         """``y``, or all ranks' if ``gather_output``."""

@@ -81,8 +81,8 @@ class ShardedLinear(nn.Module, ABC):
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The shards themselves, with the gradients of all ranks that hold them."""
         if self.shard_axis == 0:
-            return copy_to_tensor_parallel_region(lora_a, self._group), lora_b
-        return lora_a, copy_to_tensor_parallel_region(lora_b, self._group)
+            return copy_to_tensor_parallel_region(lora_a, group=self._group), lora_b
+        return lora_a, copy_to_tensor_parallel_region(lora_b, group=self._group)
 
     def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """This rank's shards of the full matrices of an adapter: (input_dims, r), (r, output_dims)."""

@@ -15,7 +15,7 @@ from mlx import nn
 from mlx.utils import tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
 
@@ -164,7 +164,7 @@ class ParallelAttention(nn.Module):
         scale: float | None = None,
         sequence_parallel: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         group = group_of(group)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -195,7 +195,7 @@ class ParallelAttention(nn.Module):
         *,
         sequence_parallel: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> "ParallelAttention":
         """This rank's heads of an ``Attention`` module of mlx-lm that all ranks hold.
 
@@ -330,7 +330,7 @@ class ParallelAttention(nn.Module):
         if name not in self:
             return x
         norm = self[name]
-        return _call(norm, norm, lambda p: copy_to_tensor_parallel_region(p, self._group), x)
+        return _call(norm, norm, lambda p: copy_to_tensor_parallel_region(p, group=self._group), x)
 
     def _mask(self, mask: mx.array | str | None) -> mx.array | str | None:
         """For this rank's heads."""

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import require_counts, split_sizes
@@ -57,7 +57,7 @@ class ParallelMLP(Sharded):
         activation: Callable[[mx.array], mx.array] = nn.silu,
         sequence_parallel: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         group = group_of(group)
         with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, rank_shares):
@@ -76,7 +76,7 @@ class ParallelMLP(Sharded):
         activation: Callable[[mx.array], mx.array] = nn.silu,
         sequence_parallel: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> "ParallelMLP":
         """This rank's shard of an ``MLP`` of mlx-lm that all ranks hold: gate_proj, up_proj and down_proj.
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..layout.partition import scatter, split_sizes
@@ -36,7 +36,7 @@ class _RowParallel(ParallelLinear):
         sequence_parallel: bool = False,
         rank_shares: Sequence[float] | None = None,
         multiple: int = 1,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         group = group_of(group)
         name = f"{type(self).__name__}: input_dims"
@@ -68,11 +68,11 @@ class _RowParallel(ParallelLinear):
     def leave(self, y: mx.array) -> mx.array:
         """The sum of all ranks' ``y``, or this rank's shard of its sequence, and the bias."""
         if not self.sequence_parallel:
-            y = reduce_from_tensor_parallel_region(y, self._group)
+            y = reduce_from_tensor_parallel_region(y, group=self._group)
             return y + self["bias"] if "bias" in self else y
-        y = reduce_scatter_to_sequence_parallel_region(y, -2, self._group)
+        y = reduce_scatter_to_sequence_parallel_region(y, -2, group=self._group)
         # Each rank adds it to another shard of the sequence: its gradient is the sum over all of them.
-        return y + copy_to_tensor_parallel_region(self["bias"], self._group) if "bias" in self else y
+        return y + copy_to_tensor_parallel_region(self["bias"], group=self._group) if "bias" in self else y
 
 
 class RowParallelLinear(PlainWeight, _RowParallel):

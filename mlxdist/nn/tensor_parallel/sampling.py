@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_max, all_sum
 
@@ -43,7 +43,7 @@ NOISE_BLOCK = 1024
 _DIGITS = {mx.bfloat16: 2, mx.float16: 3, mx.float32: 4}
 
 
-def vocab_parallel_argmax(logits: mx.array, sizes: Sequence[int], group: Group | None = None) -> mx.array:
+def vocab_parallel_argmax(logits: mx.array, sizes: Sequence[int], *, group: GroupLike | None = None) -> mx.array:
     """The token with the largest logit, the first of equal ones, as ``mx.argmax(all_logits, axis=-1)``.
 
     Args:
@@ -60,7 +60,7 @@ def vocab_parallel_argmax(logits: mx.array, sizes: Sequence[int], group: Group |
 
 
 def vocab_parallel_log_probs(
-    logits: mx.array, tokens: mx.array, sizes: Sequence[int], group: Group | None = None
+    logits: mx.array, tokens: mx.array, sizes: Sequence[int], *, group: GroupLike | None = None
 ) -> mx.array:
     """The log-probability of each token: its logit less the log-sum-exp of all ranks' logits.
 
@@ -84,7 +84,8 @@ def vocab_parallel_cross_entropy(
     weights: mx.array | None = None,
     label_smoothing: float = 0.0,
     reduction: str = "none",
-    group: Group | None = None,
+    *,
+    group: GroupLike | None = None,
 ) -> mx.array:
     """``mx.nn.losses.cross_entropy`` of logits that are sharded over the vocabulary (Shoeybi et al. 2019, section 3).
 
@@ -166,7 +167,7 @@ class VocabParallelSampler:
         top_k: int = 0,
         *,
         sizes: Sequence[int],
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         self._group = group_of(group)
         self.temp, self.top_p, self.min_p = temp, top_p, min_p

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..equal_inputs import require_equal
@@ -41,7 +41,7 @@ class _VocabParallel(Sharded):
             raise InvalidArgument(f"{type(self).__name__}: tokens must be integers, not {tokens.dtype}")
         here = shard_slice(self._sizes, self._group.rank())
         mine, local = own_tokens(require_equal(tokens, self._group), here)
-        return reduce_from_tensor_parallel_region(mx.where(mine[..., None], self._rows(local), 0), self._group)
+        return reduce_from_tensor_parallel_region(mx.where(mine[..., None], self._rows(local), 0), group=self._group)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x`` of shape (..., dims), with the embedding as the weight of the output layer.
@@ -53,7 +53,7 @@ class _VocabParallel(Sharded):
             raise InvalidArgument(
                 f"{type(self).__name__}: x has shape {x.shape}, whose last dimension must be {self.dims}"
             )
-        logits = product(self, copy_to_tensor_parallel_region(x, self._group))
+        logits = product(self, copy_to_tensor_parallel_region(x, group=self._group))
         return self.join_shards(logits, -1) if self.gather_output else logits
 
     def to_embedding(self) -> nn.Embedding | nn.QuantizedEmbedding:
@@ -108,7 +108,7 @@ class VocabParallelEmbedding(_VocabParallel):
         *,
         gather_output: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> None:
         group = group_of(group)
         with agreed("VocabParallelEmbedding", group, num_embeddings, dims, gather_output, rank_shares):
@@ -122,7 +122,7 @@ class VocabParallelEmbedding(_VocabParallel):
         *,
         gather_output: bool = False,
         rank_shares: Sequence[float] | None = None,
-        group: Group | None = None,
+        group: GroupLike | None = None,
     ) -> "VocabParallelEmbedding | QuantizedVocabParallelEmbedding":
         """This rank's rows of an embedding that all ranks hold: the quantized form of a quantized one.
 

@@ -21,7 +21,7 @@ from .registration import Registration
 from .tuning import OPERATIONS
 from .world import World
 
-__all__ = ["Group"]
+__all__ = ["Group", "GroupLike"]
 
 # What a blocking operation brings along (mlxdist_call), made once a thread: the engine copies it when it begins.
 _calls = threading.local()
@@ -32,7 +32,14 @@ _OPERATIONS |= dict.fromkeys(("all_sum", "all_max", "all_min"), _OPERATIONS["all
 _OPERATIONS["sum_scatter"] = _OPERATIONS["reduce_scatter"]
 
 
-class Group(ProcessBound):  # a layer and its copies communicate in one group
+class GroupLike:
+    """What is taken as a ``group``: a :class:`Group`, or a :class:`~mlxdist.Mesh` of one axis."""
+
+    def _as_group(self) -> "Group":
+        raise NotImplementedError
+
+
+class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in one group
     """Ranks that communicate with each other. Made by :func:`init`, and by :meth:`split` of a larger one.
 
     Use it with mlxdist's own operations, or hand ``group.mlx`` to anything that takes an ``mx.distributed.Group``:
@@ -55,6 +62,9 @@ class Group(ProcessBound):  # a layer and its copies communicate in one group
         self._lanes: dict[str, Group] = {}
         self._making_lanes = threading.Lock()
         world.add(self)
+
+    def _as_group(self) -> "Group":
+        return self
 
     def rank(self) -> int:
         """The number of this process in the group, from 0."""

@@ -101,11 +101,10 @@ class Operation:
                 self._pending.require_own_process()
                 handle = self.call.handle
                 self._waiting += 1
-            if timeout is None or timeout > 0:
-                status = lib.mlxdist_handle_wait(handle, timeout or 0)
-                ended = status != lib.MLXDIST_TIMEOUT
+            status = lib.mlxdist_handle_wait(handle, -1 if timeout is None else max(timeout, 0))
+            ended = status != lib.MLXDIST_TIMEOUT
             if not ended and lib.mlxdist_handle_done(handle):
-                status, ended = lib.mlxdist_handle_wait(handle, 0), True  # the operation's own status, at once
+                status, ended = lib.mlxdist_handle_wait(handle, 0), True  # it has ended with a Timeout of its own
             text = last_error() if ended and status != lib.MLXDIST_OK else ""
         finally:
             if handle != ffi.NULL:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlxdist.base import errors
 
 from ..group.default_group import default_group
-from ..group.group import Group
+from ..group.group import Group, GroupLike
 from ..label import next_label
 from ..timeout import native_timeout
 
@@ -23,7 +23,7 @@ DEFAULTS = {"group": None, "stream": None, "out": None, "dtype": None, "async_op
 
 
 class BarrierOptions(TypedDict, total=False):
-    group: Group | None
+    group: GroupLike | None
     async_op: bool
     timeout: float | None
 
@@ -165,13 +165,15 @@ class Call:
         return sent, received
 
 
-def group_of(group: Group | None) -> Group:
-    """``None`` is the group of ``mlxdist.init()``."""
+def group_of(group: GroupLike | None) -> Group:
+    """``None`` is the group of ``mlxdist.init()``. Raises InvalidArgument: no group, or a mesh of several axes."""
     if group is None:
         return default_group()
-    if not isinstance(group, Group):
+    if isinstance(group, Group):  # almost always: without a call
+        return group
+    if not isinstance(group, GroupLike):
         raise errors.InvalidArgument(
             f"group must be what mlxdist.init() or Group.split() returned, not {type(group).__name__}; a group of "
             "mx.distributed goes to the functions of mx.distributed"
         )
-    return group
+    return group._as_group()

@@ -41,7 +41,7 @@ import numpy as np
 
 from mlxdist.base import errors
 
-from ..group.group import Group
+from ..group.group import GroupLike
 from ..label import next_label
 from ..native import bridge, lib
 from . import eager
@@ -219,17 +219,17 @@ def barrier(**options: Unpack[BarrierOptions]) -> Any:
     return eager.barrier(Call("barrier", options))
 
 
-def meet(group: Group | None = None, timeout: float | None = None) -> None:
+def meet(*, group: GroupLike | None = None, timeout: float | None = None) -> None:
     """Returns once every rank has called it, and has done what it has submitted to MLX: see :meth:`Group.meet`."""
     group_of(group).meet(timeout)
 
 
-def get_rank(group: Group | None = None) -> int:
+def get_rank(*, group: GroupLike | None = None) -> int:
     """The number of this process in the group, from 0."""
     return group_of(group).rank()
 
 
-def get_world_size(group: Group | None = None) -> int:
+def get_world_size(*, group: GroupLike | None = None) -> int:
     """The number of processes in the group."""
     return group_of(group).size()
 

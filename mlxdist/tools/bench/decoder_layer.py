@@ -73,11 +73,11 @@ class Layers:
             return make_model(case["family"], case["hidden"], dtype, case["layers"], case["vocabulary"])
 
         # A group of its own: the model may still be at a token when the ranks meet for the next block.
-        models = {"split": SplitModel.from_model(made(), world.split(0))}
+        models = {"split": SplitModel.from_model(made(), group=world.split(0))}
         for name, group in self.groups.items():
             models[name] = made()
             models[name].shard(group)
-        alone = {"tp1": made(), "tp1 split": SplitModel.from_model(made(), world.split(world.rank()))}
+        alone = {"tp1": made(), "tp1 split": SplitModel.from_model(made(), group=world.split(world.rank()))}
         decodes = {name: Decode(model, case["tokens"]) for name, model in (models | alone).items()}
 
         def wrong(decode: Decode) -> int:

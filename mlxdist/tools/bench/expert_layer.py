@@ -34,7 +34,7 @@ class Experts:
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world, self.parameters = world, parameters
-        self.ring, self.policy = mlx_group("ring", world), Policy(calibrate(world))
+        self.ring, self.policy = mlx_group("ring", world), Policy(calibrate(group=world))
         self.layer: Layer | None = None
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Pipelines:
         works: dict[str, Work] = {}
         bubbles: dict[str, list[list[float]]] = {}
         for name in SCHEDULES:
-            model = pipeline_parallel(_model(case), self.mesh["pp"])
+            model = pipeline_parallel(_model(case), group=self.mesh["pp"])
             measured = bubbles[name] = list[list[float]]()
             works[name] = self._step(model, name, tokens, expected, partial(self._note_bubble, measured))
         works["alone"] = Work(lambda: _evaluate(alone, full, tokens)) if self.world.rank() == 0 else Work(lambda: None)
@@ -73,7 +73,9 @@ class Pipelines:
                 for layer in model.layers:
                     become(layer, _Twice)
             plan = plan_stages(model, self.world.size(), weights=weights)
-            works[name] = self._step(pipeline_parallel(model, self.mesh["pp"], plan), "1f1b", tokens, expected)
+            works[name] = self._step(
+                pipeline_parallel(model, group=self.mesh["pp"], plan=plan), "1f1b", tokens, expected
+            )
         return time_case(self.world, case, works, self.take)
 
     def _step(
@@ -114,7 +116,7 @@ class Pipelines:
         prompts = [list(range(1 + row, 9 + row)) for row in range(case["requests"])]
         options = {"max_tokens": NEW_TOKENS, "completion_batch_size": case["requests"]}
         stream = mx.default_stream(mx.default_device())
-        ours, theirs = pipeline_parallel(_model(case), self.mesh["pp"]), _model(case)
+        ours, theirs = pipeline_parallel(_model(case), group=self.mesh["pp"]), _model(case)
         theirs.model.pipeline(self.world.mlx)
         mx.eval(theirs.parameters())
         makers: dict[str, Callable[[], Any]] = {

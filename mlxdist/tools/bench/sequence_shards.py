@@ -34,9 +34,9 @@ class SequenceShards:
         if case["kv_heads"] % self.world.size() == 0:
             ways["ulysses"] = partial(ulysses_attention, mask="causal", group=self.world)
         full = _arrays(case)
-        own = [mx.contiguous(shard_sequence(x, 2, self.world)) for x in full]
+        own = [mx.contiguous(shard_sequence(x, 2, group=self.world)) for x in full]
         whole = partial(mx.fast.scaled_dot_product_attention, mask="causal")
-        expected = [mx.contiguous(shard_sequence(x, 2, self.world)) for x in _call(whole, case, full)()]
+        expected = [mx.contiguous(shard_sequence(x, 2, group=self.world)) for x in _call(whole, case, full)()]
         mx.eval(own, expected)
         del full
         works, peaks = {}, {}
@@ -66,7 +66,7 @@ def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list
 
 def _gathered_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, group: mlxdist.Group) -> mx.array:
     """One call for each chunk of queries, with the keys up to its end: the last rows of a causal mask."""
-    keys, values = gather_sequence(k, 2, group), gather_sequence(v, 2, group)
+    keys, values = gather_sequence(k, 2, group=group), gather_sequence(v, 2, group=group)
     results, chunk = [], q.shape[2] // 2
     for queries, start in zip(mx.split(q, 2, 2), chunk_starts(group.rank(), group.size(), q.shape[2])):
         seen = [x[:, :, : start + chunk] for x in (keys, values)]

@@ -251,7 +251,7 @@ def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distrib
     mx.eval(x, indices, scores)
 
     def start() -> list[mx.array]:
-        received, _, handle = dispatch(x, indices, placement, world)
+        received, _, handle = dispatch(x, indices, placement, group=world)
         return [combine(received, handle, scores)]
 
     away = [int((placement.owners[selected] == rank).any(axis=1).sum()) for rank in range(world.size())]
@@ -282,7 +282,9 @@ def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distribu
     ways, absent = {}, {}
     for name, group in groups.items():
         if name == OURS:
-            experts = ExpertParallelSwitchGLU.from_switch(full.switch_mlp, world, mode="dispatch", tokens="sharded")
+            experts = ExpertParallelSwitchGLU.from_switch(
+                full.switch_mlp, group=world, mode="dispatch", tokens="sharded"
+            )
             mx.eval(experts.parameters())
             start = partial(_listed, lambda: experts(part, *route(full, part)))
             ways[name] = Way(start, partial(count_off, expected[mine], TOLERANCE[dtype]))

@@ -208,7 +208,7 @@ def variants(
     alone = world.split(world.rank())
     assert alone is not None  # each rank has a color
     layers: dict[str, tuple[Callable[..., mx.array], Inputs]] = {}
-    block = SplitBlock.from_layer(dense, world, submit=True)
+    block = SplitBlock.from_layer(dense, group=world, submit=True)
     lazy = copy.copy(block)
     lazy.submit = False
     layers["split"], layers["lazy"], layers["graph"] = (block, mine), (lazy, mine), (full_graph(lazy), mine)
@@ -228,7 +228,7 @@ def variants(
     calls: dict[str, Call] = {name: Layer(*layer) for name, layer in layers.items()}
     first = world.rank() == 0
     calls["tp1"] = reference if first else _nothing
-    calls["tp1 split"] = Layer(SplitBlock.from_layer(dense, alone), inputs) if first else _nothing
+    calls["tp1 split"] = Layer(SplitBlock.from_layer(dense, group=alone), inputs) if first else _nothing
     return calls, expected, layer_bytes(lazy)
 
 

@@ -83,6 +83,6 @@ class ExpertLinks:
         self.world = world
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        link = calibrate(self.world)
+        link = calibrate(group=self.world)
         costs = {name: vars(cost) for name, cost in link.costs.items()}
         return [{"provider": link.provider, "ranks": link.ranks, "plan": link.plan, "costs": costs}]

@@ -16,7 +16,7 @@ def main() -> None:
     path, given, result = sys.argv[1:]
     group = mlxdist.init()
     reports: list[LoadReport] = []
-    model, _ = load_sharded(path, group, Plan.from_json(Path(given).read_text()), on_report=reports.append)
+    model, _ = load_sharded(path, group=group, plan=Plan.from_json(Path(given).read_text()), on_report=reports.append)
     (report,) = reports
     verification = verify(model, path, group=group)
     if group.rank() == 0:

@@ -24,7 +24,7 @@ from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.cut import Cut
 from mlxdist.runtime.group.default_group import current_run
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.version import __version__
@@ -68,7 +68,7 @@ class Checkpoints:
         self,
         directory: str | os.PathLike,
         *,
-        group: Group | None = None,
+        group: GroupLike | None = None,
         mesh: Mesh | None = None,
         keep: int = 2,
         keep_every: int | None = None,

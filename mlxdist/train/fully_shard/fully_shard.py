@@ -14,7 +14,7 @@ from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.layout.modules import join_path
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.rank_checks import agreed, described
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 
@@ -30,7 +30,7 @@ _ADAPTERS = ("lora_a", "lora_b", "m")
 def fully_shard(
     module: nn.Module,
     *,
-    group: Group | None = None,
+    group: GroupLike | None = None,
     compute_dtype: mx.Dtype | None = None,
     stage: int = 3,
     reshard_after_forward: bool = True,

@@ -26,7 +26,7 @@ from mlxdist.nn.models.plan import shard_model
 from mlxdist.nn.pipeline_parallel import StagePlan, pipeline_parallel, plan_stages
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..plan import Plan, Shard, plan_shards
@@ -55,9 +55,9 @@ class LoadReport:
 
 def load_sharded(
     path: str | Path | None,
-    group: Group | None = None,
-    plan: Plan | None = None,
     *,
+    group: GroupLike | None = None,
+    plan: Plan | None = None,
     tp: int | None = None,
     ep: int = 1,
     pp: int = 1,
@@ -130,9 +130,9 @@ def load_sharded(
         row = group  # the ranks of this stage
         if stage_plan is not None:
             row = group_of(group.split(group.rank() // plan.ranks))
-        model = shard_model(model, plan, row)
+        model = shard_model(model, plan, group=row)
         if stage_plan is not None:
-            pipeline_parallel(model, group_of(group.split(group.rank() % plan.ranks)), stage_plan)
+            pipeline_parallel(model, group=group_of(group.split(group.rank() % plan.ranks)), plan=stage_plan)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, row.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]

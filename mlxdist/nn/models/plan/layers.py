@@ -41,12 +41,12 @@ class _Inner(ShardedLinear):
         return mapped(self, lambda name, array: changed.get(name, array))
 
     def enter(self, x: mx.array) -> mx.array:
-        return x if self.shard_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._group)
+        return x if self.shard_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, group=self._group)
 
     def leave(self, y: mx.array) -> mx.array:
         if self.shard_axis == 0:
             return y
-        y = reduce_from_tensor_parallel_region(y, self._group)
+        y = reduce_from_tensor_parallel_region(y, group=self._group)
         return y + self["bias"] if "bias" in self else y
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
@@ -71,10 +71,10 @@ class _Inner(ShardedLinear):
             stop = start + piece.stop - piece.start
             full[..., piece] = mx.where(mx.array(owners[piece] == self._group.rank()), x[..., start:stop], 0)
             start = stop
-        return reduce_from_tensor_parallel_region(full, self._group).swapaxes(axis, -1)
+        return reduce_from_tensor_parallel_region(full, group=self._group).swapaxes(axis, -1)
 
     def cut(self, local: Sequence[int], axis: int) -> Cut:
-        return self._shard.cut(local, axis, self._group)
+        return self._shard.cut(local, axis, group=self._group)
 
     @property
     def _entered(self) -> bool:

@@ -186,7 +186,7 @@ class ParallelRegion:
                 for name, array in own_arrays(layer):
                     shard, axis = member.sharding(name, is_adapter)
                     if shard is not None and axis is not None:
-                        yield join_path(where, name), partial(shard.cut, array.shape, axis, self.group)
+                        yield join_path(where, name), partial(shard.cut, array.shape, axis, group=self.group)
 
     def sharded_arrays(self, block: nn.Module) -> Iterator[mx.array]:
         """The parameters of ``block`` of which this rank has a shard."""

@@ -83,7 +83,7 @@ class Shard:
         """How many bytes the full parameter has."""
         return prod(self.shape) * getattr(mx, self.dtype).size
 
-    def cut(self, local: Sequence[int], axis: int, group: Group) -> Cut:
+    def cut(self, local: Sequence[int], axis: int, *, group: Group) -> Cut:
         """How an array is cut along ``axis`` that is sharded alike, such as that of a quantized weight or an adapter.
 
         ``local``: the shape of what this rank of ``group``, a row of the grid, holds of it.

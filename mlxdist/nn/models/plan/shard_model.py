@@ -23,7 +23,7 @@ from mlxdist.nn.layout.modules import join_path, parameters
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from mlxdist.nn.rank_checks import agree, described
 from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
 from .block import Block
@@ -34,7 +34,7 @@ from .plan import OWN_SHARD, Plan
 __all__ = ["ShardedRMSNorm", "shard_model", "why_not_trained"]
 
 
-def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.Module:
+def shard_model(model: nn.Module, plan: Plan, *, group: GroupLike | None = None) -> nn.Module:
     """Shards ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
 
     Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the full model. What the
@@ -164,7 +164,7 @@ def _shard_block(block: Block, modules: dict[str, nn.Module], plan: Plan, group:
     """Carries out what the patterns found in one block."""
     if (role := block.roles.pop(block.path, None)) == "experts":
         shares = expert_shares(plan.rank_shares, plan.ep)
-        experts = ExpertParallelSwitchGLU.from_switch(block.module, group, rank_shares=shares)
+        experts = ExpertParallelSwitchGLU.from_switch(block.module, group=group, rank_shares=shares)
         experts.path = block.path
         _replace(modules, block.path, experts)
         return
