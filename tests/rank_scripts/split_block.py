@@ -5,6 +5,7 @@ Every rank makes the whole dense layer from the same seed, and compares its resu
 
 import math
 import sys
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -252,46 +253,46 @@ def refused(words: str, call, kind: type[Exception] = mlxdist.InvalidArgument) -
 
 def bad_input() -> None:
     good = randomized(llama_layer(2 * size, size, 6 * size))
-    cut = SplitBlock.from_layer
-    block = cut(good, group)
+    cut = partial(SplitBlock.from_layer, group=group)
+    block = cut(good)
     x = mx.ones((1, 1, 48))
-    refused("has no input_layernorm, self_attn", lambda: cut(nn.Linear(3, 3), group))
+    refused("has no input_layernorm, self_attn", lambda: cut(nn.Linear(3, 3)))
     refused("ArraysCache is not a cache of keys and values", lambda: block(x, None, ArraysCache(2)))
     cache = KVCache()
     mx.eval(block(x, None, cache))
     refused("the cache is for batch", lambda: block(mx.ones((2, 1, 48)), None, cache))
     gelu = randomized(llama_layer(2 * size, size, 6 * size))
     gelu.mlp = Gelu(gelu.mlp)
-    refused("computes something else", lambda: cut(gelu, group))
+    refused("computes something else", lambda: cut(gelu))
     args = {"rms_norm_eps": 1e-5, "vocab_size": 53, "logits_scaling": 1.0, "attention_multiplier": 8**-0.5}
     args |= {"embedding_multiplier": 1.0, "residual_multiplier": 0.95, "max_position_embeddings": 512}
     args |= {"attention_bias": False, "mlp_bias": False, "rope_theta": 1e4, "model_type": "granite"}
     args |= {"hidden_size": 16 * size, "num_attention_heads": 2 * size, "num_key_value_heads": size}
     near = granite.TransformerBlock(granite.ModelArgs(num_hidden_layers=1, intermediate_size=6 * size, **args))
-    refused("computes something else", lambda: cut(randomized(near, mx.bfloat16), group))
+    refused("computes something else", lambda: cut(randomized(near, mx.bfloat16)))
     norm = randomized(llama_layer(2 * size, size, 6 * size))
     norm.input_layernorm = nn.LayerNorm(48)
-    refused("is not nn.RMSNorm", lambda: cut(norm, group))
+    refused("is not nn.RMSNorm", lambda: cut(norm))
     if size == 1:
         return
-    refused("intermediate size of the MLP", lambda: cut(randomized(llama_layer(size, size, 6 * size + 1)), group))
-    refused("KV heads", lambda: cut(randomized(llama_layer(12, size + 1, 6 * size)), group))
-    refused("k_proj and v_proj must have", lambda: cut(sharded_by_hand(), group))
+    refused("intermediate size of the MLP", lambda: cut(randomized(llama_layer(size, size, 6 * size + 1))))
+    refused("KV heads", lambda: cut(randomized(llama_layer(12, size + 1, 6 * size))))
+    refused("k_proj and v_proj must have", lambda: cut(sharded_by_hand()))
     odd = quantized(randomized(llama_layer(size, size, 64 * size, hidden_size=64, head_dim=32)), group_size=32)
     odd.self_attn.o_proj.group_size = 64  # a rank would hold half a group
-    refused("quantization groups of 64", lambda: cut(odd, group))
+    refused("quantization groups of 64", lambda: cut(odd))
     # On one rank only.
     other = randomized(llama_layer(2 * size, size, 6 * size))
     if rank == size - 1:
         other.mlp.down_proj.weight = other.mlp.down_proj.weight * 1.5
-    refused("the ranks hold different weights", lambda: cut(other, group))
-    refused("has no input_layernorm", lambda: cut(good if rank else nn.Linear(3, 3), group))
+    refused("the ranks hold different weights", lambda: cut(other))
+    refused("has no input_layernorm", lambda: cut(good if rank else nn.Linear(3, 3)))
     wider = randomized(llama_layer(2 * size, size, 6 * size * (1 + rank % 2)))
-    refused("the ranks disagree", lambda: cut(wider, group), mlxdist.Mismatch)
+    refused("the ranks disagree", lambda: cut(wider), mlxdist.Mismatch)
     failing = randomized(llama_layer(2 * size, size, 6 * size))
     if rank == size - 1:
         failing.self_attn.scale = None
-    refused("float() argument", lambda: cut(failing, group), TypeError if rank == size - 1 else mlxdist.InvalidArgument)
+    refused("float() argument", lambda: cut(failing), TypeError if rank == size - 1 else mlxdist.InvalidArgument)
     refused("has no layers", lambda: SplitModel.from_model(nn.Linear(2, 2) if rank else model(), group=group))
 
 
