@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import reference_1f1b as reference
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -26,6 +27,12 @@ def test_every_size_is_complete_and_ends(name, stages, micro_batches, virtual):
     work = 3 * micro_batches * virtual
     assert all(timeline.busy(rank) == work for rank in range(stages))
     assert timeline.seconds <= stages * work
+
+
+@given(stages=SIZES["stages"], micro_batches=SIZES["micro_batches"])
+def test_1f1b_is_the_schedule_of_its_paper(stages, micro_batches):
+    for rank, actions in enumerate(pipeline_schedule("1f1b", stages, micro_batches).actions):
+        assert [(action.kind, action.micro_batch) for action in actions] == reference.order(stages, micro_batches, rank)
 
 
 @given(name=st.sampled_from(NAMES), stages=st.integers(1, 9), rounds=st.integers(1, 4), virtual=st.integers(1, 3))

@@ -17,6 +17,7 @@ from mlxdist.train import fully_shard, value_and_grad
 from mlxdist.train.fully_shard.unit import UnitChannel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from reference_zero import Zero
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -94,19 +95,19 @@ def require_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-
 
 
 def train(model: nn.Module, reference: nn.Module, steps: int = 4, tolerance: float = 1e-5, **data: int) -> None:
-    """Both alike: the reference with the batches of all ranks."""
+    """Both alike: the reference as the plain ZeRO, with as many ranks in this process."""
     # Adam divides by the gradient's size: a large eps keeps what is rounding in a gradient of zero.
-    ours, theirs = optim.AdamW(1e-2, eps=1e-4), optim.AdamW(1e-2, eps=1e-4)
-    step, plain = nn.value_and_grad(model, loss_of), nn.value_and_grad(reference, loss_of)
+    make = partial(optim.AdamW, 1e-2, eps=1e-4)
+    ours, zero, step = make(), Zero(reference, size, make), nn.value_and_grad(model, loss_of)
     for seed in range(steps):
         tokens, targets = batch(seed, **data)
         loss, gradients = step(model, mine(tokens), mine(targets))
-        expected, whole = plain(reference, tokens, targets)
+        expected, shards = zero.gradients(loss_of, list(zip(mx.split(tokens, size), mx.split(targets, size))))
         mean = mlxdist.all_sum(loss) / size
         assert abs(mean.item() - expected.item()) < tolerance * 10, (seed, mean, expected)
         ours.update(model, gradients)
-        theirs.update(reference, whole)
-        mx.eval(model.parameters(), ours.state, reference.parameters(), theirs.state)
+        zero.update(shards)
+        mx.eval(model.parameters(), ours.state)
     require_equal(model, reference, tolerance)
 
 

@@ -6,6 +6,7 @@ What MLX asserts of its nn.fully_shard holds for MLX's on mlxdist's group, and f
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,9 @@ from mlx.utils import tree_flatten
 import mlxdist
 from mlxdist import train
 from mlxdist.nn.models.cuts import cuts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from reference_zero import Zero
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -83,22 +87,22 @@ def forward(shard: Callable[..., nn.Module]) -> None:
 
 
 def training(shard: Callable[..., nn.Module]) -> None:
-    """AdamW and clip_grad_norm_sharded do as with one process that has all batches."""
+    """AdamW and clip_grad_norm_sharded do as the plain ZeRO, whose shards are one process's."""
     reference, model = pair()
     sharded(model, shard)
-    ours, theirs = (optim.AdamW(1e-2, eps=1e-4) for _ in range(2))
-    step, plain = nn.value_and_grad(model, loss_of), nn.value_and_grad(reference, loss_of)
+    make = partial(optim.AdamW, 1e-2, eps=1e-4)
+    ours, zero, step = make(), Zero(reference, size, make), nn.value_and_grad(model, loss_of)
     for seed in range(5):
         tokens, own = batch(seed)
         loss, gradients = step(model, own)
-        expected, whole = plain(reference, tokens)
+        expected, shards = zero.gradients(loss_of, [[part] for part in mx.split(tokens, size)])
         assert mx.allclose(mlxdist.all_sum(loss) / size, expected, rtol=1e-5).item()
         gradients, norm = clip_grad_norm_sharded(gradients, 0.1, group=group.mlx)
-        whole, wanted = optim.clip_grad_norm(whole, 0.1)
+        shards, wanted = optim.clip_grad_norm(shards, 0.1)
         assert mx.allclose(norm, wanted, rtol=1e-5).item()
         ours.update(model, gradients)
-        theirs.update(reference, whole)
-        mx.eval(model.parameters(), ours.state, reference.parameters(), theirs.state)
+        zero.update(shards)
+        mx.eval(model.parameters(), ours.state)
     tokens, _ = batch(9)
     assert mx.allclose(model(tokens), reference(tokens), rtol=1e-4, atol=1e-4).item()
 

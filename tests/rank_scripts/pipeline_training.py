@@ -1,6 +1,7 @@
 """One rank of test_pipeline_training.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
 
-Every rank has the model of one process, too, and its gradients of the whole batch.
+Every rank has the model of one process, too, and its gradients of the whole batch, or of the plain 1F1B
+(support/reference_1f1b.py).
 """
 
 import os
@@ -27,6 +28,7 @@ from mlxdist.train import clip_grad_norm, fully_shard, stage_loss, value_and_gra
 from mlxdist.train.trainer import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import reference_1f1b as reference
 import tiny_models
 
 group = mlxdist.init()
@@ -45,6 +47,41 @@ def staged(name, mesh, virtual=1, **sizes):
     model = tiny_models.build(name, **sizes)
     plan = plan_stages(model, mesh.size("pp"), virtual=virtual)
     return pipeline_parallel(model, group=mesh["pp"], plan=plan)
+
+
+def by_reference(full, batch, micro_batches):
+    """((loss, tokens), gradients) of ``full``, a dense model of mlx-lm, as ``size`` stages in this process."""
+    layers = [len(full.layers) * stage // size for stage in range(size + 1)]
+
+    def stage_of(index):
+        def stage(parameters, x, micro_batch):
+            full.update(tree_unflatten(list(parameters.items())))
+            if x is None:
+                x = full.model.embed_tokens(micro_batch[0][:, :-1])
+                x = x * full.args.hidden_size**0.5 if full.model_type == "gemma" else x
+            for layer in full.layers[layers[index] : layers[index + 1]]:
+                x = layer(x, "causal")
+            if index < size - 1:
+                return x
+            head = full.lm_head if "lm_head" in full else full.model.embed_tokens.as_linear
+            loss, tokens = default_loss(lambda _: head(full.model.norm(x)), *micro_batch)
+            return loss * tokens, tokens
+
+        return stage
+
+    def held(index):
+        """Both the first and the last stage have an embedding that is the head, too."""
+        inner = ["model.norm.", "lm_head.", "model.embed_tokens."] if index == size - 1 else []
+        inner += ["model.embed_tokens."] if index == 0 else []
+        inner += [f"model.layers.{number}." for number in range(layers[index], layers[index + 1])]
+        return {path: array for path, array in tree_flatten(full.parameters()) if path.startswith(tuple(inner))}
+
+    parts = list(zip(*(mx.split(x, micro_batches) for x in batch)))
+    value, gradients = reference.train_step([stage_of(i) for i in range(size)], [held(i) for i in range(size)], parts)
+    total = {path: mx.zeros_like(array) for path, array in tree_flatten(full.parameters())}
+    for path, array in (pair for of_stage in gradients for pair in of_stage.items()):
+        total[path] += array
+    return value, tree_unflatten(list(total.items()))
 
 
 def compare(model, value, gradients, expected_value, expected, tolerance=2e-5):
@@ -66,7 +103,7 @@ def schedules(name, virtual):
     model = staged(name, mesh, virtual, num_hidden_layers=LAYERS)
     for count in range(1, 9):
         batch = batch_of(2 * count)
-        expected = nn.value_and_grad(full, default_loss)(full, *batch)
+        expected = by_reference(full, batch, count)
         for schedule in ("gpipe", "1f1b", "zero_bubble"):
             step = value_and_grad(model, default_loss, mesh=mesh, accumulate=count, schedule=schedule)
             for _ in range(2):
@@ -136,7 +173,7 @@ def norms(name):
     mesh = mlxdist.mesh(pp=size)
     full, model = tiny_models.build(name), staged(name, mesh)
     batch = batch_of(8)
-    _, expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    _, expected = by_reference(full, batch, 4)
     _, gradients = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch)
     same_norm(model, gradients, expected, mesh)
 
@@ -198,7 +235,7 @@ def with_checkpointing(name):
     mesh = mlxdist.mesh(pp=size)
     full, model = tiny_models.build(name), tiny_models.build(name)
     batch = batch_of(8)
-    expected = nn.value_and_grad(full, default_loss)(full, *batch)
+    expected = by_reference(full, batch, 4)
     grad_checkpoint(model.layers[0])
     pipeline_parallel(model, group=mesh["pp"])
     step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
@@ -416,8 +453,7 @@ def frozen_on_one_stage():
         step(model, *batch)
     model.unfreeze()
     mx.eval(step(model, *batch))
-    full = tiny_models.build("gemma")
-    compare(model, *step(model, *batch), *nn.value_and_grad(full, default_loss)(full, *batch))
+    compare(model, *step(model, *batch), *by_reference(tiny_models.build("gemma"), batch, 2))
 
 
 def bad_input():
