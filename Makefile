@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BEGIN := $(shell date +%s)
 
+# Images of containers set it; then every process that the demo and the tests start compiles all of mlxdist again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # On a terminal pip shows its downloads and, with --verbose, what is compiled; in a pipe or a file errors alone.
 pip = @if [ -t 1 ]; then how=$(1); else how='--quiet --quiet'; fi; \
   $(BIN)/python -m pip --disable-pip-version-check install $$how
