@@ -2,6 +2,7 @@
 
 import gc
 
+COLLECTS_GARBAGE = gc.isenabled()
 gc.disable()  # imports leave no garbage, and to look for it takes a tenth of their time
 
 import errno
@@ -17,7 +18,8 @@ from mlxdist.base.environment import VARIABLES, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, Mismatch, ResourceError
 from mlxdist.version import __version__
 
-gc.enable()
+if COLLECTS_GARBAGE:
+    gc.enable()
 
 __all__ = ["main"]
 
@@ -53,11 +55,13 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name].split(":")
+        collects_garbage = gc.isenabled()
         gc.disable()
         try:
             return getattr(importlib.import_module(module), attribute)
         finally:
-            gc.enable()
+            if collects_garbage:
+                gc.enable()
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
         if args[0] not in COMMANDS:

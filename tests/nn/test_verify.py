@@ -7,7 +7,6 @@ import sys
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
-from mlx_lm.models import qwen3
 from mlx_lm.utils import save_config, save_model
 
 from mlxdist.cli import commands
@@ -31,6 +30,8 @@ CONFIG = {
 
 @pytest.fixture
 def directory(tmp_path):
+    from mlx_lm.models import qwen3
+
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     save_model(tmp_path, model)
     save_config(dict(CONFIG), tmp_path / "config.json")

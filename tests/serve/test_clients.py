@@ -13,7 +13,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
-import openai
 import pytest
 from launching import wait_for
 from serving import ServerProcess, random_request, save_model_folder
@@ -35,6 +34,8 @@ def server(request, model):
 
 
 def test_the_openai_package(server):
+    import openai
+
     client = openai.OpenAI(base_url=server.address + "/v1", api_key="a-long-key", max_retries=0)
     with client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -112,6 +113,8 @@ def save_model_that_calls_a_tool(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_of_a_tool(tmp_path, ranks, stream):
+    import openai
+
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     messages = [{"role": "user", "content": "w5"}]
     with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller"), ranks) as server:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import mlx.core as mx
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,6 +154,8 @@ def test_logprobs_of_tokens_that_a_grammar_does_not_allow_are_left_out(server):
 
 def test_the_openai_package_asks_for_objects(server):
     """Chats, whole and streamed: of a schema, of any object, and text."""
+    import openai
+
     client = openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]} | SAMPLED
     with client:

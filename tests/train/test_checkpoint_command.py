@@ -7,7 +7,6 @@ import mlx.optimizers as optim
 import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import qwen3
 from mlx_lm.utils import load_model, save_config, save_model
 
 from mlxdist.cli import commands
@@ -30,6 +29,8 @@ CONFIG = {
 
 
 def make_model():
+    from mlx_lm.models import qwen3
+
     return qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
 
 

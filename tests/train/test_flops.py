@@ -6,7 +6,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny_models
-from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
@@ -26,6 +25,8 @@ HEAD = 64 * 100
 
 
 def dense(**fields) -> nn.Module:
+    from mlx_lm.models import qwen3
+
     return qwen3.Model(qwen3.ModelArgs.from_dict(SIZES | {"model_type": "qwen3"} | fields))
 
 
@@ -38,6 +39,8 @@ def test_a_dense_model_by_hand():
 
 def test_a_mixture_of_experts_by_hand():
     """Of three layers the first has no experts. Others have 8, of which a token takes 2, and a router."""
+    from mlx_lm.models import qwen3_moe
+
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     experts |= {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True}
     model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(SIZES | experts))

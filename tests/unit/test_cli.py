@@ -29,12 +29,14 @@ def test_version_and_help():
     assert "--grace-period" in mlxdist("launch", "--help").stdout
 
 
-def test_the_garbage_collector_runs_after_the_imports():
+@pytest.mark.parametrize("before", [True, False])
+def test_the_garbage_collector_is_as_it_was_after_the_imports(before):
     program = (
-        "import gc, mlxdist.cli; first = gc.isenabled(); mlxdist.cli.commands.get_command(None, 'launch'); "
+        f"import gc; {before} or gc.disable(); "
+        "import mlxdist.cli; first = gc.isenabled(); mlxdist.cli.commands.get_command(None, 'launch'); "
         "print(first, gc.isenabled())"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], timeout=30) == b"True True\n"
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=30, text=True) == f"{before} {before}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
