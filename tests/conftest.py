@@ -19,6 +19,7 @@ RANK_SCRIPTS = Path(__file__).parent / "rank_scripts"
 # takes longer than most of them. Others end processes, look at what a start does, or count from it.
 RESIDENT = {
     "batches.py",
+    "buffers.py",
     "clip_grad_norm.py",
     "collectives.py",
     "context_attention.py",
@@ -26,6 +27,7 @@ RESIDENT = {
     "cuts.py",
     "data_parallel.py",
     "equal_inputs.py",
+    "every_16_bit_float.py",
     "expert_balance.py",
     "expert_gradients.py",
     "expert_grid.py",
@@ -39,14 +41,18 @@ RESIDENT = {
     "gradient_guard.py",
     "gradient_order.py",
     "gradients.py",
+    "handles.py",
     "kv.py",
     "loading.py",
     "loading_adapters.py",
     "lora.py",
     "mesh.py",
+    "mesh_refused.py",
     "message_gradients.py",
     "mixed_precision.py",
     "mlx_fully_shard.py",
+    "mlx_graphs.py",
+    "mlx_layers.py",
     "mlx_operations.py",
     "nan_guard.py",
     "ordering.py",
@@ -144,9 +150,10 @@ def resident() -> Iterator[None]:
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
 
-    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/rank_scripts
-    or a path. The output of a rank is stdout and stderr together. The test fails, with all output, if the exit
-    status of the launcher is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
+    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}, resident=True): ``script`` is a file of
+    tests/rank_scripts or a path. The output of a rank is stdout and stderr together. The test fails, with all
+    output, if the exit status of the launcher is not ``status`` (None: any but 0) or if it has not ended after
+    ``timeout`` seconds. ``resident=False``: ranks of its own, for what breaks the group on purpose.
     """
     return _run_ranks
 
@@ -158,8 +165,9 @@ def _run_ranks(
     timeout: float = 120,
     status: int | None = 0,
     environment: dict[str, str] | None = None,
+    resident: bool = True,
 ) -> list[str]:
-    if script in RESIDENT and status == 0 and not environment:
+    if resident and script in RESIDENT and status == 0 and not environment:
         return _by_resident_ranks(str(script), ranks, args, timeout)
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
     command += [sys.executable, str(RANK_SCRIPTS / script), *map(str, args)]

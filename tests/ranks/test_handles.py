@@ -31,7 +31,7 @@ def test_waiting_for_handles_of_overlapping_groups_in_opposite_order(run_ranks):
 
 @pytest.mark.parametrize("scenario", ["mismatch", "dropped_mismatch", "finalize_waits", "finalize_gives_up"])
 def test_failed_operations(run_ranks, scenario):
-    for output in run_ranks("handles.py", 2, scenario):
+    for output in run_ranks("handles.py", 2, scenario, resident=False):
         assert "as expected" in output
         assert "Traceback" not in output
 
