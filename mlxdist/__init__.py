@@ -6,7 +6,7 @@
     x = mlxdist.all_sum(x)                              # on mx.array (lazy) and NumPy arrays
     model.shard(group.mlx)                              # group.mlx is an mx.distributed.Group
 
-Names load on first use, and so do mlxdist.nn and mlxdist.train: the launcher needs neither MLX nor the compiled half.
+Names load on first use, and so do mlxdist.nn, train and serve: the launcher needs neither MLX nor the compiled half.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import nn as nn
+    from . import serve as serve
     from . import train as train
     from .base.errors import *  # noqa: F403
     from .runtime.diagnostics.step import set_step as set_step
@@ -49,7 +50,7 @@ _MODULES = {
     "runtime.diagnostics.step": ("set_step",),
     "train": ("all_reduce_grads", "average_gradients"),
 }
-_PACKAGES = ("nn", "train")
+_PACKAGES = ("nn", "serve", "train")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -33,7 +33,7 @@ MAX_READ = 2**30  # macOS refuses 2 GiB and more
 INDEX = "model.safetensors.index.json"
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     """What places the bytes of a tensor: from ``offset`` on, row by row."""
 
     @property
@@ -248,7 +248,7 @@ def local_shape(shape: Sequence[int], axis: int, slices: Sequence[slice]) -> tup
     return (*shape[:axis], sum(part.stop - part.start for part in slices), *shape[axis + 1 :])
 
 
-def runs(tensor: Layout, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
+def runs(tensor: TensorLayout, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Where in the file the bytes ``start`` to ``stop`` of the local part lie: pairs of a place and a number of bytes.
 
     The local part is ``slices`` along ``axis``, one behind the other (all of the tensor if there are none), with its

@@ -214,9 +214,7 @@ def serve(
         return
     if max_restarts is not None:
         raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
-    from mlxdist.serve.options import ServeOptions
-    from mlxdist.serve.server import serve as run
-    from mlxdist.serve.worker import BatchLimits
+    from mlxdist.serve import BatchLimits, ServeOptions, Server
 
     def some(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names}
@@ -251,7 +249,7 @@ def serve(
         **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
         **some("kv_bits", "kv_group_size"),
     )
-    sys.exit(run(options))
+    sys.exit(Server(options).run())
 
 
 def start_ranks(

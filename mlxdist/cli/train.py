@@ -22,7 +22,6 @@ def train(config: Path, check: bool) -> None:
         mlxdist launch -n 4 mlxdist train finetune.toml
         mlxdist launch -n 4 mlxdist train --check finetune.toml
     """
-    from mlxdist.train.config import TrainConfig
-    from mlxdist.train.trainer import train
+    import mlxdist.train
 
-    train(TrainConfig.read(config), check=check)
+    mlxdist.train.train(mlxdist.train.TrainConfig.read(config), check=check)

@@ -6,8 +6,8 @@ request, a clock, a client that has gone, the bytes of its own shard. Here rank 
 decisions.py        what rank 0 decides before a step, as one small message: which requests begin, which end
 scheduler.py        rank 0: the queue, who is admitted or preempted, who has left or is late
 answer.py           rank 0: the tokens of an answer with their text; stop_words.py: where its text ends
-placement.py        which rank holds what of the model, given or chosen
-worker.py           all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
+placement.py        Layout: which rank holds what of the model, given or chosen
+worker.py           BatchLimits; all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time
 memory.py           for how many tokens of KV caches every rank has memory
 prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
@@ -24,8 +24,29 @@ proxy.py            in the launcher, before rank 0: stays while ranks restart; p
 listener.py         where both listen; refusal.py: a request that is not served
 limits.py           what a request may ask for
 metrics.py          counters as Prometheus reads them
-options.py          what the operator says; loading.py: the model, with what that adds to it
-server.py           joins them
+options.py          ServeOptions: what the operator says; loading.py: the model, with what that adds to it
+server.py           Server: joins them
 
 What is mlx-lm's stays mlx-lm's: the HTTP API, chat templates, tool parsers, BatchGenerator, caches and samplers.
+
+Public names load on first use: the launcher's proxy needs neither MLX nor mlx-lm.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .options import ServeOptions as ServeOptions
+    from .placement import Layout as Layout
+    from .server import Server as Server
+    from .worker import BatchLimits as BatchLimits
+
+_MODULE_OF = {"BatchLimits": "worker", "Layout": "placement", "ServeOptions": "options", "Server": "server"}
+
+__all__ = ["BatchLimits", "Layout", "ServeOptions", "Server"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'mlxdist.serve' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)

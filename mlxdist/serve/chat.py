@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
@@ -26,7 +27,7 @@ from .listener import MAX_BODY
 from .options import ServeOptions
 from .placement import Layout
 from .refusal import Refusal
-from .server import run
+from .server import run, take_signals
 from .worker import BatchLimits
 
 __all__ = ["ChatOptions", "chat"]
@@ -63,7 +64,7 @@ def chat(options: ChatOptions) -> None:
     """Answers the lines of rank 0's standard input until it ends. Every rank calls it, in its main thread.
 
     Raises:
-        InvalidArgument, PeerLost, Timeout, Mismatch, Aborted, TransportError: as `serve`.
+        InvalidArgument, PeerLost, Timeout, Mismatch, Aborted, TransportError: as `Server.run`.
     """
     served = ServeOptions(
         options.model,
@@ -74,7 +75,7 @@ def chat(options: ChatOptions) -> None:
         max_context=options.max_context,
         chat_template_args=options.chat_template_args,
     )
-    run("chat", served, lambda frontend: Terminal(frontend, options))
+    run("chat", served, lambda frontend: Terminal(frontend, options), partial(take_signals, []))
 
 
 class Terminal:

@@ -26,7 +26,7 @@ from .listener import MAX_BODY, MAX_CONNECTIONS, SOCKET_SECONDS, address_of
 from .refusal import Refusal
 from .scheduler import say
 
-__all__ = ["Handler", "Server"]
+__all__ = ["Handler", "HttpServer"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")  # mlx-lm's
 _ENDING = 64  # connections that the proxy has ended, and this side not yet
@@ -196,7 +196,7 @@ class Handler(APIHandler):
             return False
 
 
-class Server(ThreadingHTTPServer):
+class HttpServer(ThreadingHTTPServer):
     """Answers on ``listener``, at most MAX_CONNECTIONS connections at a time.
 
     Args:

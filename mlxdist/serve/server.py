@@ -3,10 +3,12 @@
 import contextlib
 import re
 import signal
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -25,7 +27,7 @@ from mlxdist.runtime.operations.collectives import broadcast
 
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .frontend import Frontend
-from .http import Server
+from .http import HttpServer
 from .listener import is_local, listen, listen_for_proxy
 from .loading import load
 from .memory import tokens_that_fit
@@ -35,7 +37,7 @@ from .scheduler import Scheduler, say
 from .snapshot import Snapshot
 from .worker import Worker
 
-__all__ = ["Clients", "run", "serve"]
+__all__ = ["Clients", "Server", "run", "take_signals"]
 
 _HEARTBEAT = 1.0  # seconds
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
@@ -60,26 +62,114 @@ class Clients(Protocol):
         """What a request was, and how it ended."""
 
 
-def serve(options: ServeOptions) -> int:
-    """Serves until rank 0 gets SIGINT or SIGTERM. Every rank calls it, in its main thread; only rank 0 listens.
+class Server:
+    """A server of one model of mlx-lm, sharded over all ranks of a job: `mlxdist serve`, for programs.
 
-    Returns:
-        The exit status: 0 after SIGTERM, 130 after SIGINT.
+    Every rank makes one with the same options. Rank 0 listens; the others compute with it. It is used once, in one of
+    two ways::
+
+        Server(options).run()  # until rank 0 gets SIGINT or SIGTERM
+
+        with Server(options) as server:  # in a thread, until rank 0 leaves the block
+            ...
+
+    Args:
+        options: of the server.
 
     Raises:
-        InvalidArgument: there is no such model, or it cannot be sharded as asked, or batched; the draft model has other
-            tokens; the address cannot be listened at. On all ranks.
-        PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
-            has ended all requests with the reason.
+        InvalidArgument: from ``run`` and ``with``, on all ranks: there is no such model, or it cannot be sharded as
+            asked, or batched; the draft model has other tokens; rank 0 cannot listen at the address.
     """
-    return 130 if run("serve", options, lambda frontend: _listen(options, frontend)) == signal.SIGINT else 0
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._address = ""
+        self._scheduler: Scheduler | None = None
+        self._started = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """The URL at which rank 0 answers; empty on other ranks, and before it listens."""
+        return self._address
+
+    def run(self) -> int:
+        """Serves until rank 0 gets SIGINT or SIGTERM. Every rank calls it, in its main thread.
+
+        Returns:
+            The exit status: 0 after SIGTERM, 130 after SIGINT.
+
+        Raises:
+            PeerLost, Timeout, Mismatch, Aborted, TransportError: a rank has died, or the ranks no longer agree. Rank 0
+                has ended all requests with the reason.
+        """
+        received: list[int] = []
+        run("serve", self._options, self._listen, partial(take_signals, received))
+        return 130 if received[:1] == [signal.SIGINT] else 0
+
+    def __enter__(self) -> "Server":
+        """Serves in a thread, from when this returns. No other thread may use the group of ``mlxdist.init()``
+        meanwhile.
+
+        Raises what ``run`` raises.
+        """
+        init()  # in this thread: that of the signals
+        self._thread = threading.Thread(target=self._serve, name="mlxdist server", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            self.close()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all requests, and the server on all ranks. On ranks other than 0 it waits until rank 0 does that.
+
+        Raises what ``run`` raises, if the server has failed. A second call does nothing.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._scheduler is not None:
+            self._scheduler.stop()
+        thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self) -> None:
+        try:
+            run("serve", self._options, self._listen, self._has_started)
+        except BaseException as error:  # for the thread that closes this
+            self._error = error
+        finally:
+            self._started.set()
+
+    def _has_started(self, scheduler: Scheduler | None, clients: "Clients | None") -> None:
+        self._scheduler = scheduler
+        self._started.set()
+
+    def _listen(self, frontend: Frontend) -> HttpServer:
+        options = self._options
+        listener = listen_for_proxy() if options.proxy else listen(options.host, options.port)
+        server = HttpServer(listener, frontend, options.proxy)
+        self._address = server.address
+        if not options.api_key and not is_local(server.address):
+            say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
+        return server
 
 
-def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clients]) -> int:
-    """Loads the model and serves clients, which rank 0 makes, until the scheduler stops. Raises as :func:`serve`.
+def run(
+    name: str,
+    options: ServeOptions,
+    clients_of: Callable[[Frontend], Clients],
+    has_started: Callable[[Scheduler | None, Clients | None], None],
+) -> None:
+    """Loads the model and serves clients, which rank 0 makes, until the scheduler stops. Raises as :class:`Server`.
 
-    Returns:
-        The first signal that has come, or 0.
+    ``has_started``: called once requests are served, with the scheduler and the clients on rank 0.
     """
     group = init()
     own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
@@ -121,7 +211,7 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)
             frontend.open(scheduler, tokenizer, vocabulary, min(context, most), lambda: _gauges(scheduler, worker))
-        received = _take_signals(scheduler, clients)
+        has_started(scheduler, clients)
         try:
             own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
             if clients is not None:
@@ -135,7 +225,6 @@ def run(name: str, options: ServeOptions, clients_of: Callable[[Frontend], Clien
         worker.close()
         if snapshot is not None:
             snapshot.save(worker.cache)
-    return received[0] if received else 0
 
 
 def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
@@ -158,12 +247,12 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
         step, size = (step + 1) % 2**32, decisions.next_size
 
 
-def _take_signals(scheduler: Scheduler | None, clients: Clients | None) -> list[int]:
-    """The SIGINT and SIGTERM that come from now on. Rank 0 decides what follows; the launcher signals all ranks.
+def take_signals(received: list[int], scheduler: Scheduler | None, clients: Clients | None) -> None:
+    """Adds the SIGINT and SIGTERM that come from now on to ``received``. Rank 0 decides what follows; the launcher
+    signals all ranks.
 
     They stay taken: the process ends after the loop, and more of them must not make a failure of that.
     """
-    received: list[int] = []
 
     def take(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -174,15 +263,6 @@ def _take_signals(scheduler: Scheduler | None, clients: Clients | None) -> list[
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, take)
-    return received
-
-
-def _listen(options: ServeOptions, frontend: Frontend) -> Server:
-    listener = listen_for_proxy() if options.proxy else listen(options.host, options.port)
-    server = Server(listener, frontend, options.proxy)
-    if not options.api_key and not is_local(server.address):
-        say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
-    return server
 
 
 def _mlx_lms(options: ServeOptions) -> Namespace:

@@ -1,6 +1,7 @@
 """Training over several ranks.
 
-trainer.py                the loop of `mlxdist train`; config.py, model.py, preflight.py, report.py: what it is made of
+trainer.py                train, TrainResult: the loop of `mlxdist train`; config.py: TrainConfig
+model.py                  the loop's model and optimizer; preflight.py, report.py, fingerprint.py
 value_and_grad.py         value_and_grad: gradients of a step, averaged over the ranks
 gradient_accumulation.py  a step of several micro-batches; step_gradients.py, pipeline_gradients.py: by a schedule
 data_parallel.py          average_gradients, all_reduce_grads
@@ -20,6 +21,7 @@ throughput.py             Throughput; flops.py: FlopsPerToken, flops_per_token
 from .batches import Batches
 from .checkpoint import Checkpoints
 from .clip_grad_norm import clip_grad_norm
+from .config import TrainConfig
 from .control import Control, Decision
 from .data_parallel import all_reduce_grads, average_gradients
 from .datasets import load_dataset
@@ -32,6 +34,7 @@ from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
 from .seeds import Seeds
 from .stage_terms import stage_loss
 from .throughput import Throughput
+from .trainer import TrainResult, train
 from .value_and_grad import value_and_grad
 
 __all__ = [
@@ -46,6 +49,8 @@ __all__ = [
     "MixedPrecision",
     "Seeds",
     "Throughput",
+    "TrainConfig",
+    "TrainResult",
     "all_reduce_grads",
     "average_gradients",
     "clip_grad_norm",
@@ -55,6 +60,7 @@ __all__ = [
     "load_dataset",
     "sqrt_scaling",
     "stage_loss",
+    "train",
     "value_and_grad",
     "warm_up",
 ]

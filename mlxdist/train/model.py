@@ -205,11 +205,14 @@ def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.O
     return optimizer
 
 
-def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh) -> None:
-    """What was trained, from the last checkpoint, into ``config.output`` on rank 0's host, as mlx-lm has it.
+def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh) -> Path:
+    """Writes what was trained, of the last checkpoint, into ``config.output`` on rank 0's host, as mlx-lm has it.
 
     A fine-tuning leaves what mlx-lm's ``lora`` leaves in its ``--adapter-path``; a training from random weights a model
     folder. Rank 0 needs memory for what was trained, in full.
+
+    Returns:
+        That folder.
     """
     is_writer = mesh.group.rank() == 0
     known = cuts(model)
@@ -223,15 +226,16 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     # The other ranks, too, load something: the seed.
     state = {"model": tree_unflatten(full) if full else {}, "seeds": {"seed": 0}}
     checkpoints.load(state)
+    target = Path(config.output)
     with agreed("train", mesh.group):
         if is_writer:
-            target = Path(config.output)
             if config.weights == "random":
                 whole = _open_random(config)
                 whole.update(state["model"])
                 write_model_folder(target, whole, model_directory(config.model))
             else:
                 _write_adapters(target, config, dict(tree_flatten(state["model"])))
+    return target
 
 
 def _write_adapters(target: Path, config: TrainConfig, arrays: dict[str, mx.array]) -> None:

@@ -1,10 +1,11 @@
-"""The loop of `mlxdist train`: yours to copy. All that it calls is public."""
+"""The loop of `mlxdist train`."""
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlxdist.debug import NanGuard
 from mlxdist.nn.context_parallel import shard_sequence
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.diagnostics.step import set_step
+from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.mesh import mesh as make_mesh
@@ -42,25 +44,46 @@ from .seeds import Seeds
 from .throughput import Throughput
 from .value_and_grad import value_and_grad
 
-__all__ = ["masked_loss", "train"]
+__all__ = ["TrainResult", "masked_loss", "train"]
 
 # What begins from the start where these have changed.
 _NEW_WITH = {"optimizer": {"optimizer", "precision"}, "batches": {"data", "tokenizer", "max_seq_length", "pack"}}
 
 
-def train(config: TrainConfig, *, check: bool = False) -> float:
-    """Trains a model of mlx-lm as a configuration says. All ranks of the job call it, also a single one.
+@dataclass(frozen=True)
+class TrainResult:
+    """What :func:`train` returns, the same on all ranks.
+
+    Attributes:
+        step: how many steps of the optimizer are done, with those before a restart.
+        loss: the mean loss of the last step, over the tokens of all ranks; NaN: this call has made none.
+        validation_loss: the last one; NaN for none.
+        output: the folder of what was trained, on rank 0's host; None: the training ended before its last step.
+    """
+
+    step: int
+    loss: float = math.nan
+    validation_loss: float = math.nan
+    output: Path | None = None
+
+
+def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> TrainResult:
+    """Trains a model of mlx-lm as a configuration says: `mlxdist train`, for programs.
+
+    All ranks of the job call it, in their main thread, also a single one. Rank 0 prints what the command prints.
 
     Args:
+        config: of the training, the same on all ranks but for paths; or a mapping as the command's TOML file is one.
         check: do what comes before the first step, which finds what is wrong, and print what is known then: memory,
             parameters, steps, tokens. Nothing is trained or written.
 
-    Returns:
-        The mean loss of the last step; NaN if there was none.
-
     Raises:
-        InvalidArgument: the configuration does not fit the ranks, the model or the data. On all ranks, before any work.
+        InvalidArgument: the configuration is wrong, or does not fit the ranks, the model or the data. On all ranks,
+            before any work.
+        Mismatch: the ranks have different meshes, parameters or steps. On all ranks.
     """
+    with agreed("train", init()):
+        config = config if isinstance(config, TrainConfig) else TrainConfig.from_mapping(config)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     with agreed("train", mesh.group):
         check_settings(config)
@@ -93,6 +116,7 @@ def train(config: TrainConfig, *, check: bool = False) -> float:
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds, "fingerprint": fingerprint}
     settings, accumulate, stopped = config.checkpoints, config.grad_accumulation_steps, False
     loss: float | None = None
+    validation_loss, output = math.nan, None
     with ExitStack() as stack:
         checkpoints = Checkpoints(
             settings.directory,
@@ -107,13 +131,14 @@ def train(config: TrainConfig, *, check: bool = False) -> float:
             checkpoints.lock(batches.step)
         if check:
             show(config, counts, model, optimizer, mesh)
-            return math.nan
+            return TrainResult(batches.step)
         control = stack.enter_context(_control(config, mesh))
         report = stack.enter_context(Report(config, batches.step, mesh.group))
         every = config.control.nan_guard_every
         nan_guard = stack.enter_context(NanGuard(model, every, group=mesh.group)) if every else None
 
         def validate() -> None:
+            nonlocal validation_loss
             if validation is not None:
                 start = time.perf_counter()
                 validation_loss = evaluate(model, loss_of, validation(), data, config.val_batches)
@@ -152,8 +177,8 @@ def train(config: TrainConfig, *, check: bool = False) -> float:
         if not stopped:
             validate()
             checkpoints.save(batches.step, state)
-            save_trained(config, model, checkpoints, mesh)
-    return math.nan if loss is None else loss
+            output = save_trained(config, model, checkpoints, mesh)
+    return TrainResult(batches.step, math.nan if loss is None else loss, validation_loss, output)
 
 
 def _resume(config: TrainConfig, checkpoints: Checkpoints, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from mlxdist.runtime.rendezvous.protocol import (
     unpack_message,
 )
 from mlxdist.runtime.rendezvous.rendezvous import Rendezvous
-from mlxdist.runtime.rendezvous.server import Server
+from mlxdist.runtime.rendezvous.server import RendezvousServer
 
 __all__ = ["TARGETS"]
 
@@ -73,7 +73,7 @@ class Meeting:
         environment = Environment(world_size=SIZE, rendezvous=self.address, secret=SECRET, job="test")
         self.own, server_side = socket.socketpair()
         self.own.setblocking(False)
-        self.server = Server(self.loop, listener, environment, server_side)
+        self.server = RendezvousServer(self.loop, listener, environment, server_side)
         self._framing = Framing()
         self._framing.secure(b"own", b"own")
 

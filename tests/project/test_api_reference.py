@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import mlxdist
-from mlxdist import debug, kv, lm, nn, train
+from mlxdist import debug, kv, lm, nn, serve, train
 from mlxdist.base import errors
 from mlxdist.nn import expert_parallel
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-PACKAGES = [mlxdist, nn, expert_parallel, train, debug, kv, lm]
+PACKAGES = [mlxdist, nn, expert_parallel, train, serve, debug, kv, lm]
 # What a page says of a name: `::: mlxdist.nn.Plan`, and perhaps which of its members are internal.
 ENTRIES = {
     name: options

@@ -14,7 +14,7 @@ from meeting import Job, Watcher, at_once, group, join
 from mlxdist.runtime.rendezvous import Rendezvous, authentication
 from mlxdist.runtime.rendezvous.event_loop import MAX_UNAUTHENTICATED_READS, EventLoop
 from mlxdist.runtime.rendezvous.protocol import Framing, Kind
-from mlxdist.runtime.rendezvous.server import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_UNAUTHENTICATED, Server
+from mlxdist.runtime.rendezvous.server import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_UNAUTHENTICATED, RendezvousServer
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
@@ -168,7 +168,7 @@ def test_a_flood_does_not_delay_a_start():
 def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
     """Rank 0 reads from what it has accepted after each 64: no more are between a rank and its response."""
     job, greeted, go = Job(2), threading.Event(), threading.Event()
-    accept, welcome, accepted, counts = Server._accept_one, Server._welcome, [], []
+    accept, welcome, accepted, counts = RendezvousServer._accept_one, RendezvousServer._welcome, [], []
 
     def counted(server):
         found = accept(server)
@@ -179,8 +179,8 @@ def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
         counts.append(len(accepted))
         return welcome(server, pending)
 
-    monkeypatch.setattr(Server, "_accept_one", counted)
-    monkeypatch.setattr(Server, "_welcome", welcomed)
+    monkeypatch.setattr(RendezvousServer, "_accept_one", counted)
+    monkeypatch.setattr(RendezvousServer, "_welcome", welcomed)
     read_frame = authentication.read_frame
 
     def slowly(sock, framing, deadline):
@@ -191,8 +191,10 @@ def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
         return frame
 
     monkeypatch.setattr(authentication, "read_frame", slowly)
-    servers, make = [], Server.__init__
-    monkeypatch.setattr(Server, "__init__", lambda one, *arguments: servers.append(one) or make(one, *arguments))
+    servers, make = [], RendezvousServer.__init__
+    monkeypatch.setattr(
+        RendezvousServer, "__init__", lambda one, *arguments: servers.append(one) or make(one, *arguments)
+    )
 
     def flood():
         assert greeted.wait(10)

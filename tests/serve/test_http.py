@@ -14,7 +14,7 @@ from serving import VOCABULARY, ServerProcess, post, save_model_folder
 
 from mlxdist.serve.decisions import FRAME
 from mlxdist.serve.frontend import Frontend
-from mlxdist.serve.http import Handler, Server
+from mlxdist.serve.http import Handler, HttpServer
 from mlxdist.serve.listener import listen
 from mlxdist.serve.options import ServeOptions
 from mlxdist.serve.scheduler import Scheduler
@@ -27,7 +27,7 @@ from mlxdist.serve.worker import BatchLimits, Worker
 )
 def test_pages_of_allowed_origins(allowed, status):
     frontend = Frontend(Namespace(allowed_origins=allowed), ("tiny",), 60.0, "")
-    server = Server(listen("127.0.0.1", 0), frontend)
+    server = HttpServer(listen("127.0.0.1", 0), frontend)
     with (
         server.listening(),
         contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as there,
@@ -39,7 +39,7 @@ def test_pages_of_allowed_origins(allowed, status):
 
 def test_connections_beyond_the_limit_get_a_503(monkeypatch):
     monkeypatch.setattr("mlxdist.serve.http.MAX_CONNECTIONS", 2)
-    server = Server(listen("127.0.0.1", 0), Frontend(Namespace(allowed_origins=[]), ("tiny",), 60.0, ""))
+    server = HttpServer(listen("127.0.0.1", 0), Frontend(Namespace(allowed_origins=[]), ("tiny",), 60.0, ""))
     with server.listening():
         idle = [socket.create_connection(server.server_address, 20) for _ in range(2)]
         with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as third:
@@ -62,7 +62,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
     frontend = Frontend(Namespace(allowed_origins=[]), ("tiny",), 60.0, "a-long-key")
-    server = Server(listen("127.0.0.1", 0), frontend)
+    server = HttpServer(listen("127.0.0.1", 0), frontend)
     with server.listening():
         for key, status in (("a-long-kez", 401), ("a-long-key", 404)):
             connection = http.client.HTTPConnection(*server.server_address, timeout=20)
@@ -80,7 +80,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_up_no_other(tmp_p
     frontend = Frontend(_mlx_lms(ServeOptions("tiny")), ("tiny",), 60.0, "")
     scheduler, worker = Scheduler(8, 8, 0.01, tokenizer, frontend.metrics), Worker(loaded, tokenizer, BatchLimits())
     frontend.open(scheduler, tokenizer, VOCABULARY, 4096, scheduler.gauges)
-    http = Server(listen("127.0.0.1", 0), frontend)
+    http = HttpServer(listen("127.0.0.1", 0), frontend)
     http.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = ServerProcess.__new__(ServerProcess)
     server.address = http.address

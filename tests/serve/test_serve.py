@@ -280,3 +280,8 @@ def test_one_broadcast_per_step(run_ranks, model):
 def test_a_rank_that_samples_other_tokens_is_a_mismatch(run_ranks, model):
     for output in run_ranks("serving.py", 2, model, "diverge", status=None):
         assert re.search(r"Mismatch: ranks call the model .* with different inputs, .* rank 0 and .* rank 1", output)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_class(run_ranks, model, ranks):
+    run_ranks("server.py", ranks, model)

@@ -1,4 +1,4 @@
-"""docs/serve.md: its commands and its program run, and its table has the defaults."""
+"""docs/serve.md: its commands and its programs run, and its table has the defaults."""
 
 import contextlib
 import io
@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from guides import program_of
 from serving import NOT_BATCHED, ServerProcess, save_model_folder
 
 from mlxdist.cli.serve import serve
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = (DOCS / "serve.md").read_text()
 
 
 def test_the_table_has_the_defaults():
@@ -27,11 +29,27 @@ def test_the_models_that_are_not_served():
     assert tuple(re.findall(r"`(\w+)`", listed)) == NOT_BATCHED
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_server_in_a_program(run_ranks, tmp_path, monkeypatch, ranks):
+    monkeypatch.chdir(tmp_path)
+    save_model_folder(tmp_path / "models" / "qwen")
+    first, *others = run_ranks(program_of(DOCS / "serve.md", tmp_path, 1), ranks)
+    assert "qwen is ready at http://127.0.0.1:" in first and "16 tokens" in first
+    assert not any("127.0.0.1" in output for output in others)
+
+
+def test_the_program_of_the_reference(run_ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_model_folder(tmp_path / "models" / "qwen")
+    first, second = run_ranks(program_of(DOCS / "reference" / "serve.md", tmp_path), 2)
+    assert "\nhttp://127.0.0.1:" in first and "a rank that computes with rank 0" in second
+
+
 @pytest.mark.long
 def test_the_commands_and_the_program_run(tmp_path):
     model = save_model_folder(tmp_path / "models" / "qwen")
     (command,) = re.findall(r"^    (curl .*)", GUIDE, re.MULTILINE)
-    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)  # the other one is a server
     assert "mlxdist serve models/qwen -n 2" in GUIDE
     with ServerProcess(model.relative_to(tmp_path), 2, cwd=tmp_path) as server:
         here = lambda text: text.replace("http://127.0.0.1:8080", server.address)

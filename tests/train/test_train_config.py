@@ -83,3 +83,15 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "large.toml").write_bytes(b"#" * 1_000_001)
     with pytest.raises(InvalidArgument, match="more than 1000000 bytes"):
         TrainConfig.read(tmp_path / "large.toml")
+
+
+def test_a_mapping_and_fields_are_checked_as_the_file(tmp_path):
+    config = TrainConfig.from_mapping({"model": "m", "data": "d", "skip_steps": [3], "mesh": {"dp": 2}})
+    assert config == read(tmp_path, LEAST + "skip_steps = [3]\n[mesh]\ndp = 2")
+    assert config == TrainConfig(model="m", data="d", skip_steps=(3,), mesh=MeshConfig(dp=2))
+    with pytest.raises(InvalidArgument, match=r"there is no setting mesh\.fsd; did you mean mesh\.fsdp\?"):
+        TrainConfig.from_mapping({"model": "m", "data": "d", "mesh": {"fsd": 2}})
+    with pytest.raises(InvalidArgument, match=r"^mesh\.dp is 0\.5, not a whole number from -1"):
+        MeshConfig(dp=0.5)
+    with pytest.raises(InvalidArgument, match="^iters is 0, not a whole number from 1"):
+        TrainConfig(model="m", data="d", iters=0)

@@ -330,3 +330,9 @@ def test_rows_by_measured_speeds(folder, one, tmp_path):
     run(tmp_path / "two", 2, text, MLXDIST_RANK_SHARES_COMPUTE="2,1")
     require_equal(tmp_path / "two", one(batch_size=6))
     assert "needs a job whose hosts are measured" in run(tmp_path / "not measured", 2, text, status=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_function(run_ranks, folder, tmp_path, monkeypatch, ranks):
+    monkeypatch.chdir(tmp_path)
+    run_ranks("train_function.py", ranks, folder)

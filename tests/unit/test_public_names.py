@@ -28,7 +28,7 @@ OPERATIONS = [
     "init",
     "is_available",
 ]
-PACKAGES = ["mlxdist.kv", "mlxdist.nn", "mlxdist.nn.expert_parallel", "mlxdist.train"]
+PACKAGES = ["mlxdist.kv", "mlxdist.nn", "mlxdist.nn.expert_parallel", "mlxdist.serve", "mlxdist.train"]
 
 
 def run_python(code: str) -> str:
@@ -50,7 +50,7 @@ def test_every_name_of_nn_is_documented(name):
 
 def test_list_has_no_name_twice_and_hides_none():
     assert len(set(mlxdist.__all__)) == len(mlxdist.__all__)
-    assert dir(mlxdist) == sorted([*mlxdist.__all__, "nn", "train"])
+    assert dir(mlxdist) == sorted([*mlxdist.__all__, "nn", "serve", "train"])
     for module in ("runtime.operations.collectives", "runtime.operations.point_to_point"):
         names = importlib.import_module(f"mlxdist.{module}").__all__
         assert set(names) <= set(mlxdist.__all__), f"public in mlxdist.{module}, but not in mlxdist"

@@ -19,7 +19,7 @@ from .connect import connect, listen
 from .event_loop import Connection, EventLoop
 from .heartbeat import Heartbeat, guarded
 from .protocol import Kind, ProtocolError, pack_json, unpack_json
-from .server import MAX_QUEUED, Server
+from .server import MAX_QUEUED, RendezvousServer
 
 __all__ = ["Rendezvous"]
 
@@ -71,7 +71,7 @@ class Rendezvous:
         self._delivered_departed: set[int] = set()
         self._rank_0 = "rank 0"
         self._host_0 = socket.gethostname()
-        self._server: Server | None = None
+        self._server: RendezvousServer | None = None
         self._open()
 
     def all_gather(self, data: bytes, what: str) -> list[bytes]:
@@ -241,7 +241,7 @@ class Rendezvous:
             listener, framing, seconds = listen(environment), None, environment.rendezvous_timeout
             self._loop = EventLoop(self._crash)
             sock, server_side = socket.socketpair()
-            self._server = Server(self._loop, listener, environment, server_side)
+            self._server = RendezvousServer(self._loop, listener, environment, server_side)
         else:
             sock, framing, welcome = connect(environment)
             self._loop = EventLoop(self._crash)

@@ -21,7 +21,7 @@ from .heartbeat import HEARTBEAT_SECONDS, Member, pack_peer_status, unpack_posit
 from .observer import Observers, publish
 from .protocol import Framing, Kind, ProtocolError, pack_json, unpack_json
 
-__all__ = ["Server", "exit_status_of", "keep_alive"]
+__all__ = ["RendezvousServer", "exit_status_of", "keep_alive"]
 
 # Bytes of messages that wait at one place. They are meant to be few and small.
 MAX_QUEUED = 16 * 1024 * 1024
@@ -53,7 +53,7 @@ class PendingConnection:
     has_knocked: bool = False  # with a secret of the job
 
 
-class Server:
+class RendezvousServer:
     """All methods but the constructor belong to the loop's thread. ``deserted`` is set once all ranks have gone."""
 
     def __init__(
