@@ -3,7 +3,9 @@
 trainer.py                train, TrainResult: the loop of `mlxdist train`; config.py: TrainConfig
 model.py                  the loop's model and optimizer; preflight.py, report.py, fingerprint.py
 value_and_grad.py         value_and_grad: gradients of a step, averaged over the ranks
-gradient_accumulation.py  a step of several micro-batches; step_gradients.py, pipeline_gradients.py: by a schedule
+step_gradients.py         GradientSums, and their average; of full_model_gradients.py and pipeline_gradients.py;
+                          step_loss.py: what both do with fn; stage_messages.py: what stages send each other
+gradient_accumulation.py  a step of several micro-batches
 data_parallel.py          average_gradients, all_reduce_grads
 fully_shard/              fully_shard: ZeRO 1, 2 and 3
 mixed_precision.py        MixedPrecision: training in 16 bits; loss_scaling.py: the scale of the loss; rounding.py

@@ -13,7 +13,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["Kept", "arrays_of", "current", "split", "working_on"]
+__all__ = ["Kept", "MicroBatch", "arrays_of", "current", "split", "working_on"]
+
+MicroBatch = tuple[tuple, dict[str, Any]]  # the arguments of fn
 
 
 @dataclass
@@ -50,7 +52,7 @@ def working_on(kept: Kept, number: int, count: int) -> Iterator[None]:
         _current.reset(token)
 
 
-def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[tuple[tuple, dict[str, Any]]]:
+def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[MicroBatch]:
     """The arguments of each micro-batch: every array of one dimension or more is cut along its first, the rest shared.
 
     Arrays are of MLX or NumPy, also in dicts, lists and tuples, but not in modules.
@@ -78,12 +80,12 @@ def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[tu
     return [_part(args, kwargs, number, count) for number in range(count)]
 
 
-def arrays_of(arguments: tuple[tuple, dict[str, Any]]) -> list[mx.array]:
+def arrays_of(arguments: MicroBatch) -> list[mx.array]:
     """The arrays of a micro-batch."""
     return [mx.array(leaf) for _, leaf in _flatten(arguments) if _is_batch(leaf)]
 
 
-def _part(args: tuple, kwargs: dict[str, Any], number: int, count: int) -> tuple[tuple, dict[str, Any]]:
+def _part(args: tuple, kwargs: dict[str, Any], number: int, count: int) -> MicroBatch:
     def part(leaf: Any) -> Any:
         if not _is_batch(leaf):
             return leaf
@@ -93,7 +95,7 @@ def _part(args: tuple, kwargs: dict[str, Any], number: int, count: int) -> tuple
     return tree_map(part, (args, kwargs), is_leaf=_is_module)
 
 
-def _flatten(arguments: tuple[tuple, dict[str, Any]]) -> list[tuple[str, Any]]:
+def _flatten(arguments: MicroBatch) -> list[tuple[str, Any]]:
     """(name, leaf): "0" is the first positional argument, "tokens.0" in the argument ``tokens``."""
     pairs: list[tuple[str, Any]] = []
     for tree in arguments:

@@ -14,6 +14,7 @@ from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.pipeline_parallel import Stage
 from mlxdist.runtime.native import bridge
 
+from .gradient_accumulation import MicroBatch
 from .gradient_averaging import NAME, paths_of_shards, with_shards
 from .model_outputs import outputs_through
 from .stage_terms import collecting
@@ -60,7 +61,7 @@ class LostTerms:
         self._model, self._stage, self._loss_of = model, stage, loss_of
         self._shards = paths_of_shards(model) if is_weighted else set()
 
-    def check(self, fn: Callable[..., Any], arguments: tuple[tuple, dict[str, Any]], shape: tuple[int, int]) -> None:
+    def check(self, fn: Callable[..., Any], arguments: MicroBatch, shape: tuple[int, int]) -> None:
         """``fn(*arguments[0], **arguments[1])`` is the loss of a micro-batch of tokens of that shape.
 
         Raises:

@@ -15,10 +15,12 @@ from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.arguments import group_of
 
+from .full_model_gradients import FullModelGradients
 from .gradient_averaging import NAME, Averaging
 from .gradient_buckets import DEFAULT_BUCKET_BYTES, check_reduce_dtype
 from .pipeline_gradients import PipelineGradients
-from .step_gradients import StepGradients
+from .step_gradients import GradientSums, StepGradients
+from .step_loss import StepLoss
 
 __all__ = ["value_and_grad"]
 
@@ -106,9 +108,11 @@ def value_and_grad(
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        loss = StepLoss(averaging, fn, accumulate)
+        sums: GradientSums = FullModelGradients(loss)
         if plan is not None and stage is not None:
-            return PipelineGradients(averaging, fn, plan, stage).run(args, kwargs)
-        return StepGradients(averaging, fn, accumulate).run(args, kwargs)
+            sums = PipelineGradients(loss, plan, stage)
+        return StepGradients(loss, sums).run(args, kwargs)
 
     return call
 
