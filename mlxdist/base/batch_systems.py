@@ -4,12 +4,12 @@ Where one of these, or mlx.launch or torchrun, has started several processes and
 them would be a group of one; ``reject_launchers`` raises instead.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from .errors import EnvironmentVariableError, RendezvousError
+from .json_reader import parse_json
 
 __all__ = ["SchedulerRank", "scheduler_rank", "reject_launchers"]
 
@@ -93,7 +93,7 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str, int | None, str]:
 def _entries(file: str) -> int:
     """The ranks that a file of mlx.launch lists; it is empty for one."""
     try:
-        listed = json.loads(Path(file).read_bytes() or b"[]")
+        listed = parse_json(Path(file).read_bytes() or b"[]")
     except (OSError, ValueError):
         return 1  # no ranks of MLX, either
     return max(1, len(listed)) if isinstance(listed, list) else 1

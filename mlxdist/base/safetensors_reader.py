@@ -7,7 +7,6 @@ give bfloat16 to NumPy or MLX.
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import InvalidArgument
-from .validation import strict_json
+from .json_reader import parse_json
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
 
@@ -143,7 +142,7 @@ class WeightFile:
 
     def _parse(self, text: bytes) -> dict[str, StoredTensor]:
         try:
-            header = strict_json(text)
+            header = parse_json(text)
         except ValueError as error:
             raise self.damaged(f"its header is not the JSON it should be ({error})") from None
         if not isinstance(header, dict):
@@ -233,10 +232,10 @@ class Checkpoint:
         try:
             if path.stat().st_size > MAX_INDEX_BYTES:
                 raise ValueError(f"it has {path.stat().st_size} bytes")
-            weight_map = json.loads(path.read_bytes()).get("weight_map")
+            weight_map = parse_json(path.read_bytes()).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ValueError("it has no weight_map of names to files")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise InvalidArgument(f"{path} is damaged: {error}; copy or download it again") from None
         return weight_map
 

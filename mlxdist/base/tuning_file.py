@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from .atomic_file import replace_file
 from .errors import InvalidArgument
-from .validation import read_bounded, strict_json
+from .json_reader import parse_json
+from .validation import read_bounded
 
 __all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "update"]
 
@@ -99,7 +100,7 @@ def _lines(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    content = strict_json(read_bounded(path, MAX_FILE_BYTES))
+    content = parse_json(read_bounded(path, MAX_FILE_BYTES))
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     schema = content.get("schema")

@@ -5,7 +5,6 @@ name and the value, and returns it or raises ValueError.
 """
 
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,6 @@ __all__ = [
     "fields_of",
     "flag",
     "hex_bytes",
-    "json_of",
     "list_of",
     "map_of",
     "number",
@@ -31,10 +29,8 @@ __all__ = [
     "positive",
     "printable",
     "read_bounded",
-    "reject_constant",
     "row_of",
     "seconds",
-    "strict_json",
     "text",
 ]
 
@@ -53,44 +49,6 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
     return data
-
-
-def json_of(data: bytes | str, max_bytes: int) -> Any:
-    if len(data) > max_bytes:
-        raise ValueError(f"it has {len(data)} bytes, and at most {max_bytes} are allowed")
-    try:
-        return json.loads(data, parse_constant=reject_constant)
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-
-
-def strict_json(data: bytes) -> Any:
-    """The value of a JSON text that another program may have written.
-
-    Raises:
-        ValueError: it is none, has a name twice in one object, or a number that JSON does not have.
-    """
-    try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=reject_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r:.50} is there twice in one object")
-    return found
-
-
-def reject_constant(name: str) -> None:
-    """Raises ValueError: `json.loads`, which takes NaN and Infinity, calls this for them as its ``parse_constant``."""
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _value(fits: Callable[[Any], bool], wanted: str, convert: Callable[[Any], Any] | None = None) -> Check:

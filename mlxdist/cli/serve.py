@@ -13,8 +13,8 @@ from click.core import ParameterSource
 
 from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, VARIABLES
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.user_path import USER_PATH
-from mlxdist.base.validation import reject_constant
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .shard import RankShares
@@ -41,7 +41,7 @@ _RESTARTS = 3
 
 def _json_object(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, parse_constant=reject_constant)
+        found = parse_json(text)
     except ValueError as error:
         raise click.BadParameter(f"{text!r:.80} is not JSON: {error}") from None
     if not isinstance(found, dict):

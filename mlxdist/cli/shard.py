@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from mlxdist.base.child_process import module_command
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.user_path import USER_PATH
 
 __all__ = ["shard"]
@@ -89,7 +90,7 @@ def shard(
         click.echo(str(plan))
     verification = _verify(directory, plan) if verify else None
     if as_json:
-        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "verification": verification}, indent=2))
+        click.echo(json.dumps({"plan": parse_json(plan.to_json()), "verification": verification}, indent=2))
     elif verification is not None:
         click.echo(verification["text"])
     if verification is not None and not verification["agrees"]:
@@ -135,4 +136,4 @@ def _verify(path: Path, plan: Any) -> dict[str, Any]:
         job = run_job(program, ["-n", str(plan.ranks)], on_line=functools.partial(click.echo, nl=False, err=True))
         if job.status:
             raise click.ClickException(f"a rank failed with status {job.status}; its output is above")
-        return json.loads(result.read_text())
+        return parse_json(result.read_text())

@@ -7,9 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..base.errors import Mismatch
-from ..runtime.group.group import Group
-from ..runtime.operations.point_to_point import recv as recv_array
-from ..runtime.operations.point_to_point import send as send_array
+from ..base.json_reader import parse_json
+from ..runtime.group import Group
+from ..runtime.point_to_point import recv as recv_array
+from ..runtime.point_to_point import send as send_array
 from .states import DTYPES
 
 __all__ = ["INVALID", "Receives", "Sends", "recv_json", "send_json"]
@@ -41,7 +42,7 @@ def recv_json(src: int, group: Group) -> Any:
         raise Mismatch(f"kv: rank {src} describes its cache in {size} bytes; {MAX_DESCRIPTION_BYTES} are the most")
     text = np.asarray(recv_array([size], np.uint8, src, group=group)).tobytes()
     try:
-        return json.loads(text)
+        return parse_json(text)
     except INVALID as error:
         raise Mismatch(f"kv: what rank {src} sends is no prompt cache of this mlx-lm: {error!r}") from error
 

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.validation import as_text, build, checked, json_of, list_of, map_of, number, read_bounded, row_of
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import as_text, build, checked, list_of, map_of, number, read_bounded, row_of
 from mlxdist.base.validation import seconds as as_seconds
 
 from .processes import start_times
@@ -224,7 +225,7 @@ class JobDirectory:
 def read_job(directory: Path) -> Job | None:
     """The job of a directory, or None: it has ended, or the record is damaged."""
     try:
-        job = build(Job, json_of(read_bounded(directory / "job.json", _MAX_BYTES), _MAX_BYTES))
+        job = build(Job, parse_json(read_bounded(directory / "job.json", _MAX_BYTES)))
         return job if all(rank.isdigit() for rank in job.ranks) else None
     except ValueError:
         return None

@@ -18,6 +18,7 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxdist.base.child_process import code_command
+from mlxdist.base.json_reader import parse_json
 
 from .refusal import Refusal
 
@@ -89,7 +90,7 @@ def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str
         for marker in (tokenizer.think_start_tokens, tokenizer.think_end_tokens)
     )
     thoughts = f"THOUGHTS {end}" if state == "reasoning" else f"({begin} THOUGHTS {end})?"
-    (answer,) = json.loads(grammar)["grammars"]
+    (answer,) = parse_json(grammar)["grammars"]
     first = {"lark_grammar": f"start: {thoughts} @answer\nTHOUGHTS: /(?s:.*)/"}
     return json.dumps({"grammars": [first, answer | {"name": "answer"}]}, ensure_ascii=False)
 

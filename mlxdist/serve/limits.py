@@ -1,14 +1,13 @@
 """What a request may ask for. All that is refused here would stop every rank, or take what others need."""
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mlxdist.base.validation import reject_constant
+from mlxdist.base.json_reader import parse_json
 
 from .decisions import MAX_BIASES
 from .refusal import Refusal
@@ -57,12 +56,10 @@ def parse_body(body: bytes) -> dict[str, Any]:
         Refusal: it is not UTF-8, no JSON object, or too deep.
     """
     try:
-        parsed = json.loads(body.decode(), parse_constant=reject_constant)
+        parsed = parse_json(body.decode(), repeated=True)
     except UnicodeDecodeError as error:
         raise Refusal(f"byte {error.start} of the body is not of UTF-8") from None
-    except RecursionError:
-        raise Refusal(f"the body has more than {_MAX_DEPTH} lists and objects in each other") from None
-    except ValueError as error:  # a number of thousands of digits is one, too
+    except ValueError as error:
         raise Refusal(f"Invalid JSON in request body: {error}") from None
     if not isinstance(parsed, dict):
         raise Refusal("the body is not a JSON object")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.base.tables import size
 from mlxdist.nn.layout.measured_shares import RankShares, resolve, resolve_stages
@@ -98,7 +99,7 @@ def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
         if group.rank() == 0:
             model, _, _ = open_model(Checkpoint(directory))
             document = _planned(model, group.size(), layout).to_json()
-    shards, stages, reason = json.loads(broadcast_blob(document.encode(), group))
+    shards, stages, reason = parse_json(broadcast_blob(document.encode(), group))
     return ModelPlacement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)
 
 
@@ -179,7 +180,7 @@ def _of_file(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
     if (layout.tp, layout.ep, layout.rank_shares) != (None, None, None):
         raise InvalidArgument("serve: the plan has its tp, ep and rank shares; leave out --tp, --ep and --rank-shares")
     try:
-        plan = Plan.from_json(json.dumps(json.loads(Path(layout.plan or "").read_bytes())["plan"]))
+        plan = Plan.from_json(json.dumps(parse_json(Path(layout.plan or "").read_bytes())["plan"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
             f"serve: --plan must be a file with what `mlxdist shard --json` prints: {type(error).__name__}: {error}"

@@ -8,7 +8,6 @@ Keys, origins and what a request may say are rank 0's part. HTTP is as there: 1.
 
 import asyncio
 import contextlib
-import json
 import math
 import re
 import socket
@@ -16,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 from typing import cast
+
+from mlxdist.base.json_reader import parse_json
 
 from .listener import MAX_CONNECTIONS, SOCKET, SOCKET_SECONDS, address_of
 from .proxy_client import MAX_HEAD, ClientGone, ProxyClient, unless_gone
@@ -139,7 +140,7 @@ class Proxy:
                 reader, writer = await asyncio.open_unix_connection(self._socket)
                 with contextlib.closing(writer):
                     writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-                    reason = json.loads((await reader.read()).partition(b"\r\n\r\n")[2]).get("reason", "")
+                    reason = parse_json((await reader.read()).partition(b"\r\n\r\n")[2]).get("reason", "")
         except (OSError, TimeoutError, ValueError):
             reason = "rank 0 does not answer"
         if asked != (self._socket, self._outage):  # an answer of the ranks before

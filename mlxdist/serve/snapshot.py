@@ -19,20 +19,10 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.private_files import make_private_directory
 from mlxdist.base.safetensors_reader import Checkpoint
-from mlxdist.base.validation import (
-    build,
-    checked,
-    hex_bytes,
-    list_of,
-    map_of,
-    number,
-    one_of,
-    plain_text,
-    read_bounded,
-    strict_json,
-)
+from mlxdist.base.validation import build, checked, hex_bytes, list_of, map_of, number, one_of, plain_text, read_bounded
 from mlxdist.nn.models.load.blobs import broadcast_blob, gather_blobs
 from mlxdist.nn.models.load.weight_checks import fingerprint
 from mlxdist.runtime.group.group import Group
@@ -108,7 +98,7 @@ class Snapshot:
         }
         found, problems = self._read()
         blob = json.dumps({"names": list(found), "problems": problems}).encode()
-        ranks = [json.loads(blob) for blob in gather_blobs(blob, self._group)]
+        ranks = [parse_json(blob) for blob in gather_blobs(blob, self._group)]
         common = set.intersection(*(set(rank["names"]) for rank in ranks))
         for name in ranks[0]["names"]:  # in one order on all ranks
             if name in common:
@@ -143,7 +133,7 @@ class Snapshot:
         if not path.exists():
             return {}, []
         try:
-            index = build(_Index, strict_json(read_bounded(path, _MAX_INDEX)))
+            index = build(_Index, parse_json(read_bounded(path, _MAX_INDEX)))
         except ValueError as error:
             return {}, [f"{path} is damaged: {error}"]
         if index.identity != self._identity:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import strict_json
+from mlxdist.base.json_reader import parse_json
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.operations.arguments import group_of
@@ -131,7 +131,7 @@ def _lines(file: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                yield f"{file}, line {number}", strict_json(line)
+                yield f"{file}, line {number}", parse_json(line)
             except ValueError as error:
                 problem = str(error).removeprefix("line 1, ")
                 raise InvalidArgument(f"load_dataset: {file}, line {number} is not JSON: {problem}") from None

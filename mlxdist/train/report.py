@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 
@@ -82,7 +83,7 @@ def is_due(iteration: int, before: int, every: int) -> bool:
 def _is_before(line: str, iteration: int) -> bool:
     """Whether a report is of what a training does not do again: its validation at ``iteration`` it does."""
     try:
-        report = json.loads(line)
+        report = parse_json(line)
         return report["iteration"] < iteration + ("train_loss" in report)
     except (KeyError, TypeError, ValueError):  # a line that was not completed
         return False

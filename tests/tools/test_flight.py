@@ -235,7 +235,7 @@ def test_trace_has_what_a_stage_has_computed(tmp_path):
         ("", "Expecting value"),
         ("[]", "object"),
         ("[" * 100_000, "nested too deeply"),
-        (b'{"schema": "\xff"}', "utf-8"),
+        (b'{"schema": "\xff"}', "byte 12 is not UTF-8"),
         (json.dumps(record(0, schema=2)), "schema is 2"),
         (json.dumps(record(1)), "rank is 1"),
         (json.dumps(record(0, size=0)), "size is 0"),

@@ -1,12 +1,13 @@
 """Network interfaces and services of a host, from what macOS and Linux print about them."""
 
 import ipaddress
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 from typing import Any
+
+from mlxdist.base.json_reader import parse_json
 
 from .system import dicts
 
@@ -113,8 +114,8 @@ def _interface(address: Any, mask: Any) -> IPv4Interface | None:
 def _objects(text: str) -> list[dict[str, Any]]:
     """Those of a list that `ip -json` prints; none where this is another text."""
     try:
-        return dicts(json.loads(text))
-    except (ValueError, RecursionError):
+        return dicts(parse_json(text, repeated=True))
+    except ValueError:
         return []
 
 

@@ -4,13 +4,13 @@ From `system_profiler SPThunderboltDataType -json`. Its keys differ between vers
 displays and docks: an entry of another shape than expected is skipped.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 
 from .system import dicts
 
@@ -47,8 +47,8 @@ def read_receptacles(text: str, ports: Mapping[str, str] = {}) -> tuple[Receptac
     """In the order of their numbers. ``ports``: the interface of each hardware port. Raises InvalidArgument: this is
     not what system_profiler prints."""
     try:
-        buses = json.loads(text)["SPThunderboltDataType"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        buses = parse_json(text, repeated=True)["SPThunderboltDataType"]
+    except (ValueError, KeyError, TypeError):
         raise InvalidArgument("what system_profiler says of Thunderbolt is not understood") from None
     found = [receptacle for bus in dicts(buses) for receptacle in _of_bus(bus, ports)]
     return tuple(sorted(found, key=lambda receptacle: (len(receptacle.number), receptacle.number)))

@@ -13,7 +13,8 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import read_bounded, strict_json
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import read_bounded
 
 __all__ = ["DeviceMap", "MalformedMap", "load", "parse", "rows_of"]
 
@@ -64,7 +65,7 @@ def parse(text: str | bytes, source: str = _VARIABLE) -> DeviceMap:
     the host and the column."""
     advice = "; write it as JSON"
     try:
-        found = strict_json(text.encode() if isinstance(text, str) else text)
+        found = parse_json(text)
         advice = ""
         return DeviceMap(rows_of(found), source)
     except ValueError as error:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import Located, parse_located
 from mlxdist.base.validation import read_bounded
 
-from . import device_map, located_json
+from . import device_map
 from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_name, check_variable
-from .located_json import Located
 
 __all__ = ["parse", "read"]
 
@@ -125,7 +125,7 @@ def _name(name: object, line: int, problems: Problems) -> str:
 
 
 def _read_json(text: str, problems: Problems) -> _Found:
-    top = located_json.parse(text)
+    top = parse_located(text)
     backend, envs, entries = "", [], top
     if isinstance(top.value, dict):
         _warn_of_unknown(top, _TOP, problems)

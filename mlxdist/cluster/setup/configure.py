@@ -11,6 +11,7 @@ import click
 
 from mlxdist.base import atomic_file
 from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.json_reader import parse_json
 
 from ..facts.collect import HostFacts, collect_hosts
 from ..hostfile.hosts import Hostfile, check_variable
@@ -203,7 +204,7 @@ class Configuration:
     ) -> None:
         options, text = self._options, write(hostfile, "json")
         if options.as_json:
-            found = as_json(machines, choices, topology, links, steps) | {"hostfile": json.loads(text)}
+            found = as_json(machines, choices, topology, links, steps) | {"hostfile": parse_json(text)}
             click.echo(json.dumps(found, indent=2))
         elif options.output == "-":
             click.echo(text, nl=False)

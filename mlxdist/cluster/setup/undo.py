@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import fields_of, json_of, list_of, number, plain_text, read_bounded
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import fields_of, list_of, number, plain_text, read_bounded
 
 from ..hostfile.hosts import check_name
 from ..ssh.ssh import LOST, TOO_LATE, SshConfig, run
@@ -46,7 +47,7 @@ class UndoFile:
 
     def _read(self) -> list[Step]:
         try:
-            return list(fields_of(_FIELDS, json_of(read_bounded(self.path, _MAX_BYTES), _MAX_BYTES))["steps"])
+            return list(fields_of(_FIELDS, parse_json(read_bounded(self.path, _MAX_BYTES)))["steps"])
         except ValueError as error:
             raise InvalidArgument(f"{self.path} is no file that `mlxdist config` wrote: {error}") from None
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
+from mlxdist.base.json_reader import parse_json
+
 __all__ = [
     "FIRST_STREAM_KIND",
     "GREETING",
@@ -61,9 +63,9 @@ def pack_json(kind: int, fields: dict[str, Any], number: int = 0) -> bytes:
 def unpack_json(payload: bytes) -> dict[str, Any]:
     """Raises FrameError: it is no JSON object."""
     try:
-        fields = json.loads(payload)
-    except (ValueError, RecursionError):
-        raise FrameError(f"no JSON: {payload[:80]!r}") from None
+        fields = parse_json(payload)
+    except ValueError as error:
+        raise FrameError(f"no JSON: {error}, in {payload[:80]!r}") from None
     if not isinstance(fields, dict):
         raise FrameError(f"no object of JSON: {payload[:80]!r}")
     return fields

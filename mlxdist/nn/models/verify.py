@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch, name_ranks
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
@@ -100,7 +101,7 @@ def verify(
             if tolerance is None and about["dtype"] not in TOLERANCES:
                 raise InvalidArgument(f"verify: logits are {about['dtype']}; give a tolerance= for that")
             del full, logits  # before the sharded model runs
-    about = json.loads(broadcast_blob(json.dumps(about).encode(), group))
+    about = parse_json(broadcast_blob(json.dumps(about).encode(), group))
     expected = broadcast(expected if group.rank() == 0 else np.zeros(about["shape"], np.float32), group=group)
     found = _logits(model, about["tokens"])
     with agreed("verify", group):

@@ -13,6 +13,7 @@ from rich.table import Table
 from mlxdist.base import validation
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.tables import size, text
 from mlxdist.nn.layout.partition import split_sizes
 
@@ -344,11 +345,7 @@ _FIELDS: Mapping[str, validation.Check] = {
 
 
 def _read(text: str) -> StagePlan:
-    try:
-        fields = validation.fields_of(_FIELDS, json.loads(text, parse_constant=validation.reject_constant))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    plan = StagePlan(**fields)
+    plan = StagePlan(**validation.fields_of(_FIELDS, parse_json(text)))
     stops = [0, *(stop for _, stop in plan.ranges)]
     if [start for start, _ in plan.ranges] != stops[:-1] or stops[-1] != len(plan.layer_bytes):
         raise ValueError("the ranges do not have each layer once")

@@ -11,6 +11,7 @@ from typing import Protocol
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import Mismatch, name_ranks
 from mlxdist.base.host_identity import host_identity
+from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile import device_map
 
 from .links import Choice, choose
@@ -89,8 +90,8 @@ def _gather_hosts(
     hosts, texts = zip(*(blob.split(b"\0", 1) for blob in blobs))
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if others:
-        theirs = json.loads(texts[others[0]])
-        first = json.loads(texts[0])
+        theirs = parse_json(texts[others[0]])
+        first = parse_json(texts[0])
         name = next(name for name in settings if first.get(name) != theirs.get(name))
         raise Mismatch(
             f"ranks have different settings: {name} is {first.get(name)} on rank 0 and {theirs.get(name)} on "

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mlxdist.base import errors
 from mlxdist.base.child_process import module_command
+from mlxdist.base.json_reader import parse_json
 from mlxdist.runtime.internal_thread import InternalThread
 
 from .device import Device, list_devices
@@ -66,7 +67,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
         name = signal.Signals(-child.returncode).name
         return Listing(provider, error=f"listing the devices of {provider} crashed ({name}): its driver is broken")
     try:
-        response = json.loads(output)
+        response = parse_json(output)
     except ValueError:
         last = complaint.strip().splitlines()[-1:] or ["it printed nothing"]
         return Listing(provider, error=f"listing the devices of {provider} failed: {last[0]}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.base.validation import fields_of, hex_bytes, json_of, list_of, number, one_of, or_null, plain_text, row_of
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import fields_of, hex_bytes, list_of, number, one_of, or_null, plain_text, row_of
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
@@ -76,7 +77,9 @@ class NodeInfo:
         """What :meth:`pack` was given. Raises InvalidArgument: these bytes are not from :meth:`pack` of this
         version."""
         try:
-            return cls(**fields_of(_FIELDS, json_of(data, _MAX_BYTES)))
+            if len(data) > _MAX_BYTES:
+                raise ValueError(f"it has {len(data)} bytes, and at most {_MAX_BYTES} are allowed")
+            return cls(**fields_of(_FIELDS, parse_json(data)))
         except ValueError as error:
             raise InvalidArgument(
                 f"a rank has sent a malformed list of its devices: {error}; install the same mlxdist on all hosts"

@@ -28,6 +28,7 @@ from typing import Any
 
 from mlxdist.base import errors, logger
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import fields_of, flag, list_of, number, row_of, text
 
 from ..internal_thread import InternalThread
@@ -139,8 +140,8 @@ class DeadlockDetector:
 
     def take(self, rank: int, data: bytes) -> None:
         """A message from another rank, in the rendezvous' thread. What is malformed counts as lost."""
-        with contextlib.suppress(ValueError, RecursionError):
-            message = json.loads(data)
+        with contextlib.suppress(ValueError):
+            message = parse_json(data)
             if isinstance(message, dict) and "failure" in message:
                 self._fail(fields_of(_FAILURE, message)["failure"])
             elif isinstance(message, dict) and "warning" in message:

@@ -1,6 +1,5 @@
 """The files of the flight recorder, read and checked. mlxdist/runtime/diagnostics/flight_recorder.py writes them."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, read_bounded, row_of, text
 
 from .step import Computed
@@ -198,12 +198,9 @@ def read_json(path: Path) -> Any:
         InvalidArgument: it cannot be read, or is too long, or no JSON.
     """
     try:
-        return json.loads(read_bounded(path, _MAX_FILE_BYTES))
-    except RecursionError:
-        problem = "it is nested too deeply"
-    except ValueError as error:  # JSON's and UTF-8's are such
-        problem = str(error)
-    raise InvalidArgument(_refusal(str(path), problem))
+        return parse_json(read_bounded(path, _MAX_FILE_BYTES))
+    except ValueError as error:
+        raise InvalidArgument(_refusal(str(path), str(error))) from None
 
 
 def check_record(value: Any, source: str) -> FlightRecord:

@@ -15,6 +15,7 @@ from mlxdist.base import tuning_file, validation
 from mlxdist.base.environment import ALGORITHMS as SETTINGS
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "Tuning", "load", "merge", "pack", "read", "unpack"]
 
@@ -107,7 +108,7 @@ def unpack(data: bytes) -> Tuning:
         InvalidArgument: these bytes are not from :func:`pack` of this version.
     """
     try:
-        return _checked(validation.strict_json(data))
+        return _checked(parse_json(data))
     except ValueError as error:
         raise InvalidArgument(
             f"the tuning that rank 0 sent is malformed: {error}; install the same mlxdist on all hosts"

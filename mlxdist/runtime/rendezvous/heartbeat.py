@@ -7,7 +7,6 @@ A rank that is stopped, or whose machine is overloaded, is silent while its conn
 by itself, and frames that it has missed are still there when it continues. A dead rank closes its connection.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import build, checked, fields_of, flag, list_of, number, or_null, printable, text
 from mlxdist.base.validation import seconds as duration
 
@@ -113,8 +113,8 @@ def unpack_peer_status(payload: bytes) -> tuple[dict[int, PeerStatus], int, set[
         ProtocolError: it is malformed, or names a rank that does not exist.
     """
     try:
-        fields = fields_of(_PEER_STATUS, json.loads(payload))
-    except (ValueError, RecursionError) as error:
+        fields = fields_of(_PEER_STATUS, parse_json(payload))
+    except ValueError as error:
         raise ProtocolError(f"a malformed peer status: {error}") from None
     peers = {peer.rank: peer for peer in fields["peers"]}
     if max(peers, default=0) >= fields["size"]:

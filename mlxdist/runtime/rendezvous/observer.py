@@ -19,6 +19,7 @@ from mlxdist.base import logger
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import ranks_have
+from mlxdist.base.json_reader import parse_json
 
 from ..diagnostics.flight_records import rank_directory
 from .authentication import Refused, authenticate, observer_secret, read_frame
@@ -139,7 +140,7 @@ def observe(directory: Path, seconds: float) -> Observation | None:
     """What rank 0 says, whose private directory this is; None if it does not respond. Takes at most ``seconds``."""
     begin = time.monotonic()
     try:
-        file = json.loads((directory / _FILE).read_text())
+        file = parse_json((directory / _FILE).read_text())
         address, secret = (str(file["host"]), int(file["port"])), bytes.fromhex(file["secret"])
         limit = min(seconds, CONNECT_SECONDS)
         with socket.create_connection(address, limit) as sock:
@@ -153,11 +154,11 @@ def observe(directory: Path, seconds: float) -> Observation | None:
                     if len(payload) == STATUS.size:
                         found.requested.discard(rank)
                         continue
-                    record = json.loads(payload[STATUS.size :])
+                    record = parse_json(payload[STATUS.size :])
                     # It was written between the request and the response. Another host's clock may differ.
                     record["wall_ns"] = min(max(record["wall_ns"], requested_ns), time.time_ns())
                     found.records[rank] = record
             return found
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, struct.error, ProtocolError, Refused) as error:
+    except (OSError, ValueError, LookupError, TypeError, struct.error, ProtocolError, Refused) as error:
         logger.info("rendezvous", f"rank 0 does not respond to an observer: {error}")
         return None

@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
+from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.ssh.rpc_server import claim_streams
 
 from .bandwidth import impossible
@@ -99,7 +100,7 @@ def find(target: str) -> Callable[[mlxdist.Group, dict[str, Any]], Callable[[dic
 def main() -> None:
     # Whatever prints here or in a child: the standard output is for results alone.
     _, stdout = claim_streams()
-    target, job = find(sys.argv[1]), json.loads(zlib.decompress(base64.b64decode(sys.argv[2])))
+    target, job = find(sys.argv[1]), parse_json(zlib.decompress(base64.b64decode(sys.argv[2])))
     parameters = job["parameters"]
     world = mlxdist.init()
     pinned = parameters["pinned"] and pin(world.rank())

@@ -9,7 +9,6 @@ machine) where bytes move, and more that the benchmark counts. Two results of th
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import fields_of, list_of, map_of, number, object_of, or_null, read_bounded, seconds, text
 
 from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
@@ -75,11 +75,10 @@ def load(path: Path) -> Results:
         click.ClickException: it cannot be read, or has something else in it.
     """
     try:
-        found = json.loads(read_bounded(path, _MAX_BYTES))
+        found = parse_json(read_bounded(path, _MAX_BYTES))
         _check(found)
-    except (ValueError, RecursionError) as error:
-        why = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
-        raise click.ClickException(f"{path} is not what mlxdist bench --output writes: {why}") from None
+    except ValueError as error:
+        raise click.ClickException(f"{path} is not what mlxdist bench --output writes: {error}") from None
     return found
 
 

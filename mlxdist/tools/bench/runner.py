@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import ResourceError
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.run_job import host_arguments, run_job
@@ -131,7 +132,7 @@ class Runner:
                     progress.console.print(text, end="", markup=False, highlight=False)
                     return
                 try:
-                    found.append(json.loads(result))
+                    found.append(parse_json(result))
                 except ValueError:
                     raise click.ClickException(f"rank 0 broke off in a result: {result[:80]!r}") from None
                 progress.update(task, completed=min(len(cases), len(found)))

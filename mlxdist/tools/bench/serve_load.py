@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mlxdist.base.json_reader import parse_json
+
 __all__ = ["HOST", "Answer", "arrivals", "ask", "ask_all", "lengths"]
 
 HOST = "127.0.0.1"
@@ -64,7 +66,7 @@ def ask_all(port: int, bodies: Sequence[dict[str, Any]], times: Sequence[float])
     Returns the answers, and the seconds from the first time to the last token.
 
     Raises:
-        OSError, http.client.HTTPException, json.JSONDecodeError: a request has failed.
+        OSError, http.client.HTTPException: a request has failed.
     """
     start = time.perf_counter() + _HEAD_START
     with ThreadPoolExecutor(len(bodies)) as threads:
@@ -90,7 +92,10 @@ def ask(port: int, body: dict[str, Any], when: float) -> Answer:
                 done = now
             if not line.startswith(b"data: ") or done:
                 continue
-            found = json.loads(event)
+            try:
+                found = parse_json(event)
+            except ValueError as error:
+                raise http.client.HTTPException(f"an event that is not JSON: {error}") from None
             if "error" in found:
                 raise http.client.HTTPException(f"an error event: {found['error']}")
             answer.tokens = found.get("usage", {}).get("completion_tokens", answer.tokens)

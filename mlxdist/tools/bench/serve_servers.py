@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import re
 import subprocess
 import time
@@ -99,7 +98,7 @@ def running(job: Job, name: str, log: Path) -> Iterator[int]:
         try:
             _wait_until_ready(process, port)
             yield port
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        except (OSError, http.client.HTTPException) as error:
             status = process.poll()
             ended = "" if status is None else f"; it has ended with status {status}: {_last_line(log)}"
             raise ResourceError(f"{error or type(error).__name__}{ended}") from None

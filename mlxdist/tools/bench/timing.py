@@ -17,6 +17,7 @@ import numpy as np
 
 import mlxdist
 from mlxdist.base.host_identity import boot_identity
+from mlxdist.base.json_reader import parse_json
 from mlxdist.runtime.native import check, ffi, lib
 
 from .limits import LIMITS
@@ -194,7 +195,7 @@ def exchange(value: Any, world: mlxdist.Group) -> list[Any]:
     text = json.dumps(value).encode()
     longest = int(mlxdist.all_max(np.array([len(text)], np.int64), group=world)[0])
     everyone = mlxdist.all_gather(np.frombuffer(text.ljust(longest), np.uint8), group=world)
-    return [json.loads(bytes(row)) for row in everyone.reshape(world.size(), -1)]
+    return [parse_json(bytes(row)) for row in everyone.reshape(world.size(), -1)]
 
 
 class ForeignLoad:

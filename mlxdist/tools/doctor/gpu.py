@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from mlxdist.base.child_process import module_command
+from mlxdist.base.json_reader import parse_json
 
 __all__ = ["main", "synchronization"]
 
@@ -24,7 +25,7 @@ def synchronization(seconds: float = _SECONDS) -> dict[str, Any]:
         output, error = run_python(module_command("mlxdist.tools.doctor.gpu"), seconds, MLX_METAL_FAST_SYNCH=value)
         if error:
             return found | {"error": f"with MLX_METAL_FAST_SYNCH={value}: {error}"}
-        measured = json.loads(output)
+        measured = parse_json(output)
         if measured["skipped"]:
             return found | {"skipped": measured["skipped"]}
         found["microseconds"][value] = measured["microseconds"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxdist.base.child_process import module_command
+from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
@@ -93,7 +94,7 @@ def run_ranks(
     on, settings = placement.options, {**settings, **placement.settings}
     program = module_command(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
     result = run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
-    return result, [json.loads(line.partition(MARK)[2]) for line in result.output.splitlines() if MARK in line]
+    return result, [parse_json(line.partition(MARK)[2]) for line in result.output.splitlines() if MARK in line]
 
 
 def _run_on(names: Sequence[str], selection: HostSelection, options: CheckOptions) -> Job:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import mlxdist
+from mlxdist.base.json_reader import parse_json
 
 from ..bench.operations import Inputs, add, count_wrong
 from ..calibrate.links import measure_link
@@ -31,7 +32,7 @@ _SECONDS, _BLOCKS = 0.5, (1, 3)  # for one direction of a pair
 
 
 def main() -> None:
-    parameters = json.loads(sys.argv[1])
+    parameters = parse_json(sys.argv[1])
     world = mlxdist.init()
     wrong, tested = _values(world)
     hosts: Sequence[int] = parameters["hosts"]

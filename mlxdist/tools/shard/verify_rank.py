@@ -21,7 +21,7 @@ def main() -> None:
     verification = verify(model, path, group=group)
     if group.rank() == 0:
         found = dataclasses.asdict(verification)
-        found["differences"] = [None if math.isnan(number) else number for number in verification.differences]
+        found["differences"] = [number if math.isfinite(number) else None for number in verification.differences]
         costs = {"bytes_read": report.bytes_read, "bytes_total": report.bytes_total, "seconds": report.seconds}
         found |= {"agrees": verification.agrees, "text": str(verification), "loading": costs}
         Path(result).write_text(json.dumps(found))

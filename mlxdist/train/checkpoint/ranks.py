@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mlxdist.base.errors import Error, by_name, located
+from mlxdist.base.json_reader import parse_json
 from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group.group import Group
 
@@ -18,7 +19,7 @@ def gather(value: Any, group: Group) -> list[Any]:
     """What each rank gives, a value of JSON, on every rank."""
     if group.size() == 1:
         return [value]
-    return [json.loads(blob) for blob in gather_blobs(json.dumps(value).encode(), group)]
+    return [parse_json(blob) for blob in gather_blobs(json.dumps(value).encode(), group)]
 
 
 def together(function: Callable[[], Any], group: Group) -> list[Any]:

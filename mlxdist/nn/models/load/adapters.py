@@ -1,7 +1,6 @@
 """Adapters that mlx-lm's lora training has saved, on a model that is sharded: each rank takes its shard of them."""
 
 import io
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -13,8 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import WeightFile
-from mlxdist.base.validation import reject_constant
 from mlxdist.nn.layout.modules import dtype_name, parameters
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.nn.rank_checks import agree, agreed
@@ -136,10 +135,10 @@ def _read(path: str | Path | None) -> list[bytes]:
 
 def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
     try:
-        parsed = json.loads(config, parse_constant=reject_constant)
+        parsed = parse_json(config)
         kind = parsed.get("fine_tune_type", "lora")
         arrays: Any = mx.load(io.BytesIO(weights), format="safetensors")  # a dict
-    except (ValueError, AttributeError, RuntimeError, RecursionError) as error:
+    except (ValueError, AttributeError, RuntimeError) as error:
         raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
     if kind not in ("lora", "full"):
         raise InvalidArgument(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, TransportError, name_ranks
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint, local_shape
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -52,7 +53,7 @@ def checkpoint_of_rank_0(directory: Path, group: Group) -> Iterator[Checkpoint]:
         if group.rank() == 0:
             checkpoint = Checkpoint(directory)
             files, content = _small_files(checkpoint)
-    files = json.loads(broadcast_blob(json.dumps(files).encode(), group))
+    files = parse_json(broadcast_blob(json.dumps(files).encode(), group))
     content = broadcast_blob(content, group)
     with TemporaryDirectory(prefix="mlxdist-") as temporary:
         with agreed("load_sharded", group):

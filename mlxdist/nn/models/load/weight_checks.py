@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, name_ranks
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint, StoredTensor
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather
@@ -23,7 +24,7 @@ SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard on
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
     """Compares config.json, and the size and header of each file of weights, by their BLAKE2b."""
     digests = _digests(checkpoint)
-    everyones = [json.loads(blob) for blob in gather_blobs(json.dumps(digests).encode(), group)]
+    everyones = [parse_json(blob) for blob in gather_blobs(json.dumps(digests).encode(), group)]
     for name in sorted(set().union(*everyones)):
         having = [rank for rank, others in enumerate(everyones) if name in others]
         if len(having) < group.size():

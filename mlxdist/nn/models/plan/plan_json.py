@@ -1,6 +1,5 @@
 """Reads the JSON of a plan, which comes from a file: it is checked as strictly as what `plan_shards` makes."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import mlx.core as mx
 
 from mlxdist.base import validation
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.json_reader import parse_json
 
 from .parameters import KINDS, Shard
 
@@ -44,11 +44,7 @@ _PLAN: Mapping[str, validation.Check] = {
 
 def read_plan(text: str) -> dict[str, Any]:
     """The fields of a plan, ``shards`` as a list of `Shard`. Raises ValueError, which says what is wrong."""
-    try:
-        document = json.loads(text, parse_constant=validation.reject_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    fields = _exactly(_PLAN, document)
+    fields = _exactly(_PLAN, parse_json(text))
     ranks, shares = fields["tp"] * fields["ep"], fields["rank_shares"]
     _require(ranks <= MAX_RANKS, f"it is for {ranks} ranks, and at most {MAX_RANKS} are possible")
     _require(shares is None or len(shares) == fields["tp"], "rank_shares must be tp positive numbers")

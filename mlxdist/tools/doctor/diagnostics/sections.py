@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
+from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
@@ -169,7 +170,7 @@ def _fill_speed(section: Section, context: Context) -> None:
         section.error = f"exit status {status}"
         section.text += fenced(errors)
     if output.lstrip().startswith("{"):
-        section.data = json.loads(output)
+        section.data = parse_json(output)
         rows = [
             (*(result["case"][name] for name in ("operation", "bytes")), result["algorithm"], *_measured(result))
             + (result["wrong"],)

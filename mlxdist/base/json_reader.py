@@ -1,0 +1,157 @@
+"""The one reader of JSON: of files, of what other hosts and ranks send, and of what programs print.
+
+It rejects what the standard library takes although JSON does not have it, or leaves open what it means: NaN, Infinity,
+a number such as 1e999 that is infinite as a float, and a name that is twice in one object.
+"""
+
+import json
+import json.decoder
+import json.scanner
+import math
+import re
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Located", "parse_json", "parse_located"]
+
+# Strings come first: what is in one is no number.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?', re.DOTALL)
+
+
+class _Rejected(ValueError):
+    """What the standard library would take. ``number``: as it stands in the text, if it is one."""
+
+    def __init__(self, problem: str, number: str = "") -> None:
+        super().__init__(problem)
+        self.number = number
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise _Rejected(f"{number:.50} is not a finite number", number)
+    return value
+
+
+def _whole(number: str) -> int:
+    try:
+        return int(number)
+    except ValueError:
+        raise _Rejected(_digits()) from None
+
+
+def _digits() -> str:
+    return f"a number has more than {sys.get_int_max_str_digits()} digits"
+
+
+def _constant(name: str) -> None:
+    raise _Rejected(f"{name} is not a number of JSON", name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise _Rejected(f"{twice!r:.50} is there twice in one object")
+    return found
+
+
+_NUMBERS: Any = {"parse_float": _finite, "parse_constant": _constant}
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
+_OF_OTHERS = json.JSONDecoder(**_NUMBERS)
+
+
+def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
+    """The value of a JSON text in UTF-8, which may begin with a byte order mark.
+
+    Args:
+        repeated: of two values with one name the last counts. For what other programs print or send.
+
+    Raises:
+        ValueError: it is no JSON, or is rejected; the message says where.
+    """
+    text = ""
+    try:
+        text = data.removeprefix("\ufeff") if isinstance(data, str) else data.decode("utf-8-sig")
+        return (_OF_OTHERS if repeated else _DECODER).decode(text)
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not UTF-8"
+    except json.JSONDecodeError as error:
+        problem = f"line {error.lineno}, column {error.colno}: {error.msg}"
+    except _Rejected as error:
+        problem = f"{error}{_place(text, error.number)}" if error.number else str(error)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError:  # of int()
+        problem = _digits()
+    raise ValueError(problem)
+
+
+def _place(text: str, number: str) -> str:
+    """Where it stands first. The decoder does not say."""
+    at = next((found.start() for found in _TOKEN.finditer(text) if found[0] == number), 0)
+    return f" (line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)})"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value of JSON: what it is, with the values in it located as well, and the line it begins in, from 1."""
+
+    value: Any
+    line: int
+
+    def plain(self) -> Any:
+        """The value as `parse_json` returns it."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+
+class _LocatingDecoder(json.JSONDecoder):
+    """The standard library's decoder in Python: it parses each value at a known position."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(object_pairs_hook=_once, parse_int=_whole, **_NUMBERS)
+        self._line_ends = [at for at, letter in enumerate(text) if letter == "\n"]
+        # Without declared types: the parts of the decoder that are in Python.
+        parse_object, parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
+        self.parse_object = lambda begin, strict, scan, *hooks: parse_object(begin, strict, self._located, *hooks)
+        self.parse_array = lambda begin, scan: parse_array(begin, self._located)
+        self._scan = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+        self.scan_once = self._located
+
+    def _located(self, text: str, at: int) -> tuple[Located, int]:
+        line = bisect_left(self._line_ends, at) + 1
+        try:
+            value, end = self._scan(text, at)
+        except _Rejected as error:
+            raise ValueError(f"line {line}: {error}") from None
+        return Located(value, line), end
+
+
+def _once(pairs: list[tuple[str, Located]]) -> dict[str, Located]:
+    """An object's members. Of two with one name, JSON leaves open which counts."""
+    members: dict[str, Located] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"line {value.line}: {name!r:.80} is there twice, first in line {members[name].line}")
+        members[name] = value
+    return members
+
+
+def parse_located(text: str) -> Located:
+    """As `parse_json`, with the line of each value, for files that people write. Slow: it is in Python.
+
+    Raises:
+        ValueError: with "line N: ...".
+    """
+    try:
+        return _LocatingDecoder(text).decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("line 1: it is nested too deeply") from None
