@@ -8,9 +8,9 @@ import numpy as np
 
 from ..base.errors import Mismatch
 from ..base.json_reader import parse_json
-from ..runtime.group import Group
-from ..runtime.point_to_point import recv as recv_array
-from ..runtime.point_to_point import send as send_array
+from ..runtime.group.group import Group
+from ..runtime.operations.point_to_point import recv as recv_array
+from ..runtime.operations.point_to_point import send as send_array
 from .states import DTYPES
 
 __all__ = ["INVALID", "Receives", "Sends", "recv_json", "send_json"]
