@@ -14,7 +14,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from launching import marked_processes, shared_memory_names, wait_for
+from launching import marked_processes, shared_memory_names
+from waiting import wait_for
 
 __all__ = ["Failed", "Job"]
 

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from hosts import start_ranks, two_hosts
 from native_build import NATIVE, build_program, layer_sources
+from waiting import late
 
 pytestmark = pytest.mark.long
 
@@ -82,7 +82,7 @@ def test_cable_is_pulled_for_a_moment(hosts):
         for line in started[0].stdout:
             if line.strip() in ("50", "200"):
                 hosts[line.strip() == "200"].pull_cable()
-                time.sleep(0.5)
+                late(0.5)
                 hosts[line.strip() == "200"].plug_cable()
             if line.strip() == "350":
                 break

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running  # noqa: F401
+from waiting import wait_for
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.launch import stale_jobs
@@ -19,7 +20,7 @@ from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_directory import runtime_directory
 
-WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
+WAITING = "print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); stay()"
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT_DIR'], f'flight-{rank}.json'), 'w').write('x')\n"
 
 
@@ -133,8 +134,8 @@ def test_a_command_that_reaches_no_host(arguments):
 
 @pytest.mark.long
 def test_a_job_that_does_not_end_in_time_is_reported():
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
-    program += "os.getpid(), flush=True); time.sleep(60)"
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
+    program += "os.getpid(), flush=True); stay()"
     with running(1, program, options=["--grace-period", "3"]) as job:
         name, _ = name_and_pids(job)
         late = run("stop", name, "--timeout", "0.2")
@@ -143,7 +144,7 @@ def test_a_job_that_does_not_end_in_time_is_reported():
 
 
 def test_only_ranks_that_run_have_a_process():
-    with running(2, WAITING.replace("60", "60 if rank else 0")) as job:
+    with running(2, WAITING.replace("stay()", "rank and stay()")) as job:
         name, pids = name_and_pids(job)
         assert wait_for(lambda: find_job(name).pids == {1: pids[1]})
         end(job)
@@ -253,9 +254,7 @@ def test_recordings_of_a_job_that_succeeds_go():
 
 @pytest.mark.parametrize("value, expected", [("records", "{}/records"), ("/no/such", "/no/such"), ("none", None)])
 def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
-    program = (
-        "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT_DIR'], flush=True)\nimport time; time.sleep(60)"
-    )
+    program = "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT_DIR'], flush=True)\nstay()"
     with running(1, program, options=["--env", f"MLXDIST_FLIGHT_DIR={value}"], cwd=tmp_path) as job:
         _, name, flight_directory = job.first_lines[0].split()
         expected = expected and expected.format(tmp_path)
@@ -381,10 +380,10 @@ def test_a_signal_to_a_damaged_record_s_launcher_is_not_sent(tmp_path, launcher)
 def test_a_launcher_inside_a_dead_job_does_not_end_itself():
     inner = [*LAUNCH, "-n", "1", "--", "echo", "inner"]
     program = (
-        "import subprocess, sys, time\nprint(os.environ['MLXDIST_JOB'], os.getpid(), flush=True)\n"
-        "while os.getppid() == PARENT: time.sleep(0.02)\n"
-        "time.sleep(0.3)\n"
-        f"open(OUT, 'wb').write(subprocess.run({inner!r}, stdout=subprocess.PIPE).stdout)\ntime.sleep(60)"
+        "import subprocess\nprint(os.environ['MLXDIST_JOB'], os.getpid(), flush=True)\n"
+        "while os.getppid() == PARENT: late(0.02)\n"
+        "late(0.3)\n"
+        f"open(OUT, 'wb').write(subprocess.run({inner!r}, stdout=subprocess.PIPE).stdout)\nstay()"
     )
     out = Path(os.environ["TMPDIR"]).parent / "out"
     with running(1, f"PARENT = os.getppid(); OUT = {str(out)!r}\n" + program) as job:

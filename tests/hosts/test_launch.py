@@ -5,11 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F401
+from waiting import late
 
 from mlxdist.cli import commands
 from mlxdist.launch import jit_cache
@@ -220,7 +220,7 @@ def test_ranks_keep_their_compiled_kernels_for_this_user_only():
 
 
 def test_jobs_at_the_same_time_use_different_kernels():
-    with running(1, KERNELS + "\nimport time; time.sleep(30)") as job:
+    with running(1, KERNELS + "\nstay()") as job:
         other = python(1, KERNELS).stdout.decode()
         assert other.startswith("[0] /") and other not in job.first_lines
         job.terminate()
@@ -232,7 +232,7 @@ def test_kernels_of_a_killed_rank_are_not_trusted():
     write = "import os; open(os.path.join(os.environ['TMPDIR'], 'mlx', NAME), 'w'); "
     list_ = "print(sorted(os.listdir(os.path.join(os.environ['TMPDIR'], 'mlx'))))"
     assert python(1, write.replace("NAME", "'good.so'")).returncode == 0
-    time.sleep(0.02)  # of the file system's clock
+    late(0.02)  # of the file system's clock
     assert python(1, write.replace("NAME", "'cut.so'") + "os.kill(os.getpid(), 9)").returncode == 137
     assert python(1, list_).stdout == b"[0] ['good.so']\n"
 

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
-from launching import LAUNCH, closing_line, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+from launching import ASKED, LAUNCH, closing_line, launch, marked_processes, nothing_left, python, running  # noqa: F401
+from waiting import seconds_of, wait_for
 
 import mlxdist.launch
-from mlxdist.launch.local import LocalJob
+from mlxdist.launch.local import LocalJob, usual_grace
 
 
 @pytest.mark.parametrize("status", [1, 3, 127, 255])
@@ -24,11 +24,7 @@ def test_exit_status_is_that_of_the_rank_that_failed(status):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_exit_status_of_a_killed_rank(number):
-    job = python(
-        2,
-        f"import time\nif rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(30)",
-        options=["--grace-period", "0.2"],
-    )
+    job = python(2, f"if rank == 1: os.kill(os.getpid(), {int(number)})\nstay()", options=["--grace-period", "0.2"])
     assert job.returncode == 128 + number
     assert f"rank 1 failed first, killed by {number.name}" in closing_line(job)
     assert "rank 0 ended after SIGTERM" in closing_line(job)
@@ -40,44 +36,61 @@ def test_success_prints_nothing_of_its_own():
 
 
 def test_ranks_that_end_early_are_no_failure():
-    job = python(3, "import time; time.sleep(0.3 * rank); print('done')")
+    job = python(3, "late(0.3 * rank); print('done')")
     assert job.returncode == 0 and job.stdout.count(b"done") == 3
 
 
-def test_a_failure_is_the_first_in_time_not_in_number():
-    job = python(2, "import sys, time; time.sleep(0.5 if rank == 0 else 0); sys.exit(10 + rank)")
+# gone(rank): once its process has ended and is no zombie either, the launcher knows how it has ended.
+GONE = """
+import pathlib, sys
+pathlib.Path(f'rank-{rank}').write_text(str(os.getpid()))
+def gone(other):
+    try: os.kill(int(pathlib.Path(f'rank-{other}').read_text()), 0)
+    except (FileNotFoundError, ValueError): return False
+    except ProcessLookupError: return True
+def wait_until_gone(other):
+    while not gone(other): late(0.01)
+"""
+
+
+def test_a_failure_is_the_first_in_time_not_in_number(tmp_path):
+    job = python(2, GONE + "if rank == 0: wait_until_gone(1)\nsys.exit(10 + rank)", cwd=tmp_path)
     assert job.returncode == 11
     assert "rank 0 left by itself" in closing_line(job)
 
 
-def test_the_others_may_leave_by_themselves():
-    job = python(2, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(0.5); print('cleaned up'); sys.exit(6)")
+def test_the_others_may_leave_by_themselves(tmp_path):
+    program = GONE + "if rank == 1: sys.exit(5)\nwait_until_gone(1); print('cleaned up'); sys.exit(6)"
+    job = python(2, program, cwd=tmp_path)
     assert job.returncode == 5 and b"[0] cleaned up" in job.stdout
 
 
-def test_the_others_are_ended_after_the_grace():
-    started = time.monotonic()
-    job = python(3, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(30)", options=["--grace-period", "0.5"])
-    assert 0.5 < time.monotonic() - started < 3
-    assert job.returncode == 5
-    assert "ranks 0 and 2 ended after SIGTERM" in closing_line(job)
+def test_the_others_are_ended_after_the_grace(tmp_path):
+    program = "import sys; print('start', flush=True)\nif rank != 1: stay()\n"
+    program += "while not os.path.exists('go'): late(0.01)\nsys.exit(5)"
+    with running(3, program, options=["--grace-period", "0.5"], cwd=tmp_path) as job:
+        (tmp_path / "go").touch()
+        seconds, (_, err) = seconds_of(job.communicate, timeout=20)
+    assert 0.5 < seconds < usual_grace(on_mac=False)
+    assert job.returncode == 5 and "ranks 0 and 2 ended after SIGTERM" in err
 
 
-def test_a_rank_that_ignores_sigterm_is_killed():
-    program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    job = python(
-        2, program + "if rank == 1: time.sleep(0.5); sys.exit(5)\ntime.sleep(30)", options=["--grace-period", "0.3"]
-    )
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
+    program = "import pathlib, signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program += "if rank == 0: pathlib.Path('ignores').touch(); stay()\n"
+    program += "while not os.path.exists('ignores'): late(0.01)\nsys.exit(5)"
+    job = python(2, program, options=["--grace-period", "0.3"], cwd=tmp_path)
     assert job.returncode == 5
     assert "rank 0 had to be killed (SIGKILL)" in closing_line(job)
 
 
-def test_the_cause_is_distinguished_from_the_consequence():
+def test_the_cause_is_distinguished_from_the_consequence(tmp_path):
     """Rank 0 ends first, but only because rank 1 has announced its failure."""
     job = python(
         2,
-        """
-import sys, threading, time
+        GONE
+        + """
+import threading
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import Aborted
 from mlxdist.runtime.rendezvous import Rendezvous
@@ -86,11 +99,12 @@ failed = threading.Event()
 rendezvous.watch(lambda *news: failed.set())
 if rank == 1:
     rendezvous.report_failure(Aborted("it is me"))
-    time.sleep(0.5)
+    wait_until_gone(0)
     sys.exit(7)
-failed.wait(5)
+failed.wait(20)
 os._exit(8)
 """,
+        cwd=tmp_path,
     )
     assert job.returncode == 7, job.stderr
     assert "rank 1 failed first, with exit status 7" in closing_line(job)
@@ -101,7 +115,6 @@ def test_the_others_detect_a_killed_rank_and_leave_by_themselves():
     job = python(
         3,
         """
-import time
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
@@ -126,14 +139,13 @@ def test_children_of_a_rank_end_with_it():
         2,
         f"SECONDS = '{seconds}'"
         """
-import signal, subprocess, sys, time
+import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["sleep", SECONDS])
 subprocess.Popen(["sleep", SECONDS], env={})
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 subprocess.Popen(["sleep", SECONDS], start_new_session=True)
-subprocess.Popen(["sh", "-c", "sleep $0 & sleep $0 &", SECONDS])
-time.sleep(0.3)
+subprocess.run(["sh", "-c", "sleep $0 & sleep $0 &", SECONDS])
 print("started")
 sys.exit(9 if rank == 1 else 0)
 """,
@@ -158,13 +170,11 @@ def test_verbose_reports_every_rank():
     assert "all ranks succeeded" in text
 
 
-WAITING = "import time; print('start', flush=True); time.sleep(30)"
+WAITING = "print('start', flush=True); stay()"
 
 
 def test_ctrl_c_reaches_all_ranks():
-    program = (
-        "import time\ntry: print('start', flush=True); time.sleep(30)\nexcept KeyboardInterrupt: print('interrupted')"
-    )
+    program = "try: print('start', flush=True); stay()\nexcept KeyboardInterrupt: print('interrupted')"
     with running(3, program) as job:
         job.send_signal(signal.SIGINT)
         out, err = job.communicate(timeout=10)
@@ -194,8 +204,7 @@ def test_sigterm_is_a_failure_where_one_rank_ends_so():
 
 
 def test_sigusr1_reaches_all_ranks_and_has_no_consequence_of_its_own():
-    handler = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('asked', flush=True))\n"
-    program = f"{handler}import time; print('start', flush=True); time.sleep(1)"
+    program = ASKED + "print('start', flush=True)\nwhile not asked: late(0.01)"
     with running(2, program, options=["--grace-period", "0.1"]) as job:
         job.send_signal(signal.SIGUSR1)
         out, err = job.communicate(timeout=10)
@@ -213,10 +222,9 @@ def test_no_restart_follows_sigusr1():
 def test_ranks_that_ignore_ctrl_c_are_ended():
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
     with running(2, program, options=["--grace-period", "0.4"]) as job:
-        started = time.monotonic()
         job.send_signal(signal.SIGINT)
-        _, err = job.communicate(timeout=10)
-    assert 0.4 < time.monotonic() - started < 3
+        seconds, (_, err) = seconds_of(job.communicate, timeout=10)
+    assert 0.4 < seconds < usual_grace(on_mac=False)
     assert job.returncode == 130 and "ended after SIGTERM" in err
 
 
@@ -232,11 +240,12 @@ def test_ctrl_c_that_ranks_ignore_reports_what_comes_next():
 
 
 def test_a_second_and_third_ctrl_c_do_not_wait():
-    program = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n" + WAITING
-    with running(2, program, options=["--grace-period", "60"]) as job:
-        for _ in range(3):
+    program = "import signal\nfor s in (2, 15): signal.signal(s, lambda s, _: print(int(s), flush=True))\n"
+    with running(2, program + WAITING, options=["--grace-period", "60"]) as job:
+        for number in (2, 15):  # what the ranks get, and do not end by
             job.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            assert sorted(job.stdout.readline() for _ in range(2)) == [f"[{rank}] {number}\n" for rank in range(2)]
+        job.send_signal(signal.SIGINT)
         _, err = job.communicate(timeout=10)
     assert job.returncode == 130 and "had to be killed" in err
 
@@ -245,8 +254,8 @@ def test_an_ignored_hangup_stays_ignored():
     """nohup mlxdist launch ..."""
     with running(1, WAITING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as job:
         job.send_signal(signal.SIGHUP)
-        time.sleep(0.3)
-        assert job.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(0.3)
         job.send_signal(signal.SIGTERM)
         assert job.wait(10) == 143
 
@@ -268,36 +277,39 @@ def test_a_job_inside_a_killed_job_ends_too():
 
 
 @pytest.mark.long
-def test_a_job_inside_a_job_that_ignores_sigterm():
+def test_a_job_inside_a_job_that_ignores_sigterm(tmp_path):
     """Its launcher and its reaper would both give it a minute."""
     seconds = f"60.{os.getpid()}"
-    inner = [*LAUNCH, "-n", "1", "--grace-period", "60", "--", "sh", "-c", f"trap '' TERM; sleep {seconds}"]
-    program = f"import sys, time\nif rank == 1: time.sleep(0.7); sys.exit(5)\nos.execv({inner[0]!r}, {inner!r})"
-    job = python(2, program, options=["--grace-period", "0.3"])
+    ignores = f"trap '' TERM; touch ignores; sleep {seconds}"
+    inner = [*LAUNCH, "-n", "1", "--grace-period", "60", "--", "sh", "-c", ignores]
+    program = f"import sys\nif rank == 0: os.execv({inner[0]!r}, {inner!r})\n"
+    program += "while not os.path.exists('ignores'): late(0.01)\nsys.exit(5)"
+    job = python(2, program, options=["--grace-period", "0.3"], cwd=tmp_path)
     assert job.returncode == 5, job.stderr
     assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
 
 
-def test_a_job_whose_reaper_was_killed_is_cleaned_up_as_well():
+def test_a_job_whose_reaper_was_killed_is_cleaned_up_as_well(tmp_path):
     program = (
         "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); print(os.getppid(), flush=True)"
     )
-    with running(1, program + "; import time; time.sleep(0.5)") as job:
+    with running(1, program + "\nwhile not os.path.exists('go'): late(0.01)", cwd=tmp_path) as job:
         children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True, text=True)
         os.kill(int(children.stdout), signal.SIGKILL)
+        (tmp_path / "go").touch()
         assert job.wait(10) == 0
 
 
 @pytest.mark.long
 def test_a_job_that_takes_too_long_is_ended():
-    job = python(2, "import time; time.sleep(60)", options=["--timeout", "0.5", "--max-restarts", "3"])
+    job = python(2, "stay()", options=["--timeout", "0.5", "--max-restarts", "3"])
     assert job.returncode == 124
     assert closing_line(job) == (
         "mlxdist launch: it has not ended after 0.5 s (--timeout); ranks 0 and 1 ended after SIGTERM."
     )
     assert python(1, "", options=["--timeout", "60"]).returncode == 0
     options = ["--timeout", "1", "--grace-period", "3"]
-    failed = python(2, "import time; rank and time.sleep(60); raise SystemExit(3)", options=options)
+    failed = python(2, "rank and stay(); raise SystemExit(3)", options=options)
     assert failed.returncode == 3  # the failure came first
 
 

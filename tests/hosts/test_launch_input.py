@@ -88,8 +88,8 @@ def test_one_who_comes_after_the_end_finds_it(feed):
 
 
 def test_a_rank_that_does_not_read_delays_no_other():
-    program = "import sys, time\nif rank == 0: sys.stdin.close()\nelif rank == 1: print(len(sys.stdin.read()))\n"
-    program += "else: time.sleep(0.5)\nprint('done')"
+    program = "import sys\nif rank == 0: sys.stdin.close()\nelif rank == 1: print(len(sys.stdin.read()))\n"
+    program += "else: late(0.5)\nprint('done')"
     job = python(3, program, stdin=None, input=b"x" * 5_000_000)
     assert job.returncode == 0 and sorted(job.stdout.splitlines()) == [
         b"[0] done",

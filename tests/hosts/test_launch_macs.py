@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, running  # noqa: F401  (nothing_left is a fixture of every test)
+from waiting import wait_for
 
 from mlxdist import _native
 from mlxdist.cluster.hostfile.options import HostSelection
@@ -35,7 +36,7 @@ case "$*" in
 esac
 exec {sys.executable} "$@"
 """
-NOTHING = "import time; time.sleep(0.1)"
+NOTHING = RANK + "late(0.1)"
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_a_mac_without_the_command(mac, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_nothing_of_it_is_left_when_the_launcher_is_ended(caffeinate, mac, how):
-    with running(2, "import time; print('here', flush=True); time.sleep(60)") as job:
+    with running(2, "print('here', flush=True); stay()") as job:
         ((pid, *_),) = caffeinate()
         assert any(line.startswith(f"{pid} ") for line in marked_processes(os.environ["TEST_MARKER"]))
         job.send_signal(getattr(signal, how))
@@ -196,8 +197,10 @@ def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffei
 
 # The end of ranks that do not leave
 
-STUBBORN = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\n"
-STUBBORN += "if rank == 1: time.sleep(0.3); sys.exit(5)\ntime.sleep(60)"
+STUBBORN = "import signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\n"
+STUBBORN += "ignores = os.path.join(os.path.dirname(os.environ['TMPDIR']), 'ignores')\n"  # the directory of both ranks
+STUBBORN += "if rank == 0: open(ignores, 'w').close(); stay()\n"
+STUBBORN += "while not os.path.exists(ignores): late(0.01)\nsys.exit(5)"
 LOST = f"rank 0 killed on a Mac: {LOST_DOMAINS}".encode()
 
 
@@ -238,9 +241,9 @@ def test_the_native_code_reports_the_same_of_lost_domains():
     assert LOST_DOMAINS.encode() in library.read_bytes()
 
 
-POLITE = "import signal, sys, time\n"
-POLITE += "def leave(*_): time.sleep(6); print('left', flush=True); sys.exit()\n"
-POLITE += "signal.signal(signal.SIGTERM, leave)\nprint('here', flush=True)\ntime.sleep(60)"
+POLITE = "import signal, sys\n"
+POLITE += "def leave(*_): late(6); print('left', flush=True); sys.exit()\n"
+POLITE += "signal.signal(signal.SIGTERM, leave)\nprint('here', flush=True)\nstay()"
 
 
 @pytest.mark.long

@@ -37,10 +37,7 @@ def test_ranks_know_the_size_of_the_terminal():
 
 
 def test_ctrl_c_on_a_terminal():
-    program = (
-        RANK
-        + "import time\ntry: print('start', flush=True); time.sleep(30)\nexcept KeyboardInterrupt: print('ended', rank)"
-    )
+    program = RANK + "try: print('start', flush=True); stay()\nexcept KeyboardInterrupt: print('ended', rank)"
     terminal = Terminal("-n", "2", "--", sys.executable, "-c", program)
     terminal.read_until(b"[0] \x1b[0mstart")
     terminal.read_until(b"[1] \x1b[0mstart")
@@ -59,19 +56,23 @@ def test_a_prompt_is_shown_at_once_and_its_reply_read():
     assert terminal.lines() == ["[0] name? me", "[0] 'me'", ""]  # typed text is echoed by the terminal
 
 
-def test_a_progress_bar_stays_below_the_lines_of_others():
+def test_a_progress_bar_stays_below_the_lines_of_others(tmp_path):
     program = (
         RANK
+        + f"ENDED = {str(tmp_path / 'ended')!r}"
         + """
-import sys, time
+import sys
 for i in range(10):
     if rank == 0:
         sys.stderr.write(f"\\r{i * 10}% of it"); sys.stderr.flush()
     elif i % 3 == 0:
         print("line", i)
-    time.sleep(0.05)
-if rank == 0:
-    time.sleep(0.3)
+    late(0.05)
+if rank == 1:
+    sys.stdout.flush(); open(ENDED, "w").close()
+else:
+    while not os.path.exists(ENDED): late(0.01)
+    late(0.3)  # for the launcher to read what rank 1 has printed
     sys.stderr.write("\\r100% of it\\n")
 """
     )
@@ -83,14 +84,14 @@ if rank == 0:
 def test_a_bar_that_erases_its_line_keeps_the_prefix():
     """As rich draws it."""
     program = """
-import sys, time
+import sys
 for i in range(3):
     sys.stdout.write(f"\\r\\x1b[2K{i} of 3")
     sys.stdout.flush()
-    time.sleep(0.05)
+    late(0.05)
 print()
 """
-    terminal = Terminal("-n", "1", "--", sys.executable, "-c", program)
+    terminal = Terminal("-n", "1", "--", sys.executable, "-c", RANK + program)
     assert terminal.finish() == 0
     assert terminal.lines() == ["[0] 2 of 3", ""]
 
@@ -131,9 +132,9 @@ def test_rank_0_alone_has_the_terminal():
 def test_progress_bars_of_several_ranks(ranks):
     """As tqdm draws them, on all ranks at once, with lines in between."""
     program = RANK + (
-        "import time, tqdm\n"
+        "import tqdm\n"
         "for i in tqdm.tqdm(range(20), desc=f'rank {rank}', mininterval=0.01):\n"
-        " time.sleep(0.02 + 0.01 * rank)\n"
+        " late(0.02 + 0.01 * rank)\n"
         " if i == 9: tqdm.tqdm.write(f'half of {rank}')\n"
     )
     terminal = Terminal("-n", str(ranks), "--", sys.executable, "-c", program)
@@ -153,9 +154,9 @@ def test_progress_bars_of_several_ranks(ranks):
 def test_ctrl_c_over_a_connection():
     """The agent stands for one on another host: it has no terminal, and the signal comes through the connection."""
     program = RANK + (
-        "import sys, time\n"
+        "import sys\n"
         "try:\n"
-        " for i in range(1000): print(f'\\r{rank}: {i}%', end='', file=sys.stderr, flush=True); time.sleep(0.01)\n"
+        " for i in range(1000): print(f'\\r{rank}: {i}%', end='', file=sys.stderr, flush=True); late(0.01)\n"
         "except KeyboardInterrupt: print('\\nended', rank, file=sys.stderr)"
     )
     terminal = Terminal("--hosts", "localhost", "-n", "2", "--", sys.executable, "-c", program)

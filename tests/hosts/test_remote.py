@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from fake_ssh import fake_ssh, through_a_shell
-from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from launching import marked_processes, nothing_left  # noqa: F401  (nothing_left is a fixture of every test)
+from waiting import wait_for
 
 from mlxdist.cluster.ssh.protocol import GREETING, Kind, pack
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
@@ -115,9 +115,8 @@ def test_a_host_that_does_not_respond_in_time_leaves_no_process(tmp_path):
     marker = os.environ["TEST_MARKER"]
     program = f"import time; print({GREETING.decode()!r}, end='', flush=True); time.sleep(60)"
     with Connections(["a"], fake_ssh(tmp_path, program)) as connections:
-        begin = time.monotonic()
-        (error,) = connections.call("who", seconds=0.3)
-        assert "a does not respond to who within 0.3 s" in str(error) and time.monotonic() - begin < 10
+        (error,) = connections.call("who", seconds=0.3)  # the process would stay for a minute
+        assert "a does not respond to who within 0.3 s" in str(error)
     assert wait_for(lambda: not marked_processes(marker)), marked_processes(marker)
 
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
+from launching import ASKED, LAUNCH, closing_line, launch, nothing_left, python, running  # noqa: F401
+from waiting import wait_for
 
 from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs, read_job
 from mlxdist.launch.runtime_directory import runtime_directory
@@ -83,7 +84,7 @@ def test_processes_of_the_failed_start_do_not_meet_the_next():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_restart_after_an_interrupt(number):
-    with running(2, "import time; print('start', flush=True); time.sleep(30)", options=["--max-restarts", "5"]) as job:
+    with running(2, "print('start', flush=True); stay()", options=["--max-restarts", "5"]) as job:
         job.send_signal(number)
         out, err = job.communicate(timeout=10)
     assert job.returncode == 128 + number
@@ -93,9 +94,9 @@ def test_no_restart_after_an_interrupt(number):
 @pytest.mark.parametrize("grace", ["5", pytest.param("0.2", marks=pytest.mark.long)])
 def test_no_restart_after_the_agent_on_a_host_was_terminated(grace):
     """As `mlxdist stop --hosts` does there. Ranks that ignore it are killed after the grace, not before."""
-    waiting = "import signal, time\n"
+    waiting = "import signal\n"
     waiting += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if grace == "0.2" else ""
-    waiting += "print('start', flush=True); time.sleep(30)"
+    waiting += "print('start', flush=True); stay()"
     options = ["--hosts", "localhost", "--max-restarts", "5", "--grace-period", grace]
     with running(2, waiting, options=options) as job:
         (found,) = list_jobs()
@@ -111,8 +112,7 @@ def test_no_restart_after_the_agent_on_a_host_was_terminated(grace):
 
 @pytest.mark.parametrize("where", ["launcher", pytest.param("agent", marks=pytest.mark.long)])
 def test_sigusr1_reaches_the_ranks_of_a_host(where):
-    handler = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('asked', flush=True))\n"
-    program = f"{handler}print('start', flush=True); time.sleep(1)"
+    program = ASKED + "print('start', flush=True)\nwhile not asked: late(0.01)"
     with running(2, program, options=["--hosts", "localhost"]) as job:
         (found,) = list_jobs()
         os.kill(job.pid if where == "launcher" else read_job(found.directory).launcher, signal.SIGUSR1)
@@ -157,7 +157,7 @@ def test_a_damaged_record_of_restarts_names_no_job(record):
 
 
 def test_the_record_of_a_launcher_that_was_killed_is_removed():
-    with running(1, "import time; print(flush=True); time.sleep(60)", options=["--max-restarts", "5"]) as job:
+    with running(1, "print(flush=True); stay()", options=["--max-restarts", "5"]) as job:
         job.kill()
         job.communicate(timeout=20)
     assert wait_for(lambda: list_jobs() == []) and list(runtime_directory().glob(f"*{LAUNCHER}")) != []

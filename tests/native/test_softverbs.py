@@ -7,12 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from native_build import NATIVE, SANITIZE_MEMORY, build_program, directory_sources, layer_sources, run_program
 from softverbs_library import LIBRARY, MAP, linux
+from waiting import wait_for
 
 PROGRAMS = ["objects", "messages", "writes", "processes"]
 LINKED = [LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"]
@@ -102,9 +102,9 @@ def find_program(name: str) -> str:
 def wait_for_server(process: subprocess.Popen, port: int) -> None:
     """Until the port is listened at; a connection would be taken for the client's."""
     listener = re.compile(rf":{port:04X} [0-9A-F]+:0000 0A ")
-    while not listener.search(Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+    files = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+    assert wait_for(lambda: process.poll() is not None or any(listener.search(file.read_text()) for file in files))
+    assert process.poll() is None, process.communicate()[0]
 
 
 def run_pair(name: str, *arguments: str, profile: str = "ideal") -> list[tuple[int, str]]:

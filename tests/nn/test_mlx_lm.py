@@ -17,11 +17,12 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 from bpe_models import save_bpe_model_folder
-from launching import LAUNCH, Terminal, nothing_left, wait_for  # noqa: F401
+from launching import LAUNCH, Terminal, nothing_left  # noqa: F401
 from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_for
 
 import mlxdist
 from mlxdist import lm

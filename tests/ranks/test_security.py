@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import nothing_left, running, shared_memory_names, wait_for  # noqa: F401
+from launching import nothing_left, running, shared_memory_names  # noqa: F401
 from meeting import SECRET, Job, at_once, group, pose_as_rank_0
+from waiting import wait_for
 
 from mlxdist.base import errors
 from mlxdist.base.environment import Environment
@@ -285,7 +286,7 @@ def test_nothing_but_the_expected_fields(payload):
 
 def test_a_record_of_a_job_has_only_what_it_needs():
     """job.json is read by other programs of this user: nothing of the environment is in it."""
-    with running(1, "import time; print('start', flush=True); time.sleep(30)") as job:
+    with running(1, "print('start', flush=True); stay()") as job:
         (found,) = list_jobs()
         assert set(json.loads((found.directory / "job.json").read_text())) == {
             "launcher",

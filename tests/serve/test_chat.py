@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from serving import ENVIRONMENT, ServerProcess, save_model_folder
@@ -86,10 +85,9 @@ class Screen:
         os.write(self._own, text.encode())
 
     def wait_for(self, pattern, seconds=60):
-        """What comes up to the end of ``pattern``, which is removed from ``shown``."""
-        deadline = time.monotonic() + seconds
+        """What comes up to the end of ``pattern``, which is removed from ``shown``. ``seconds``: without any output."""
         while not (found := re.search(pattern, self.shown, re.DOTALL)):
-            assert select.select([self._own], [], [], max(deadline - time.monotonic(), 0))[0], self.shown
+            assert select.select([self._own], [], [], seconds)[0], self.shown
             self.shown += re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(self._own, 4096).decode(errors="replace"))
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
-from launching import wait_for
 from serving import ServerProcess, random_request, save_model_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_for
 
 pytestmark = pytest.mark.long
 

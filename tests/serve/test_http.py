@@ -8,9 +8,9 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from launching import wait_for
 from mlx_lm import load
 from serving import VOCABULARY, ServerProcess, post, save_model_folder
+from waiting import wait_for
 
 from mlxdist.serve.decisions import FRAME
 from mlxdist.serve.frontend import Frontend

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from launching import nothing_left, wait_for  # noqa: F401
+from launching import nothing_left  # noqa: F401
 from serving import ServerProcess, post, save_model_folder
+from waiting import late, wait_for
 
 ENDLESS = {"logit_bias": {"256": -100}, "max_tokens": 480}
 
@@ -153,14 +153,13 @@ def test_health_while_the_model_is_being_loaded(model):
     seen = []
 
     def look():
-        while not seen or seen[-1][0] != 200:
-            with contextlib.suppress(OSError):
-                connection = ServerProcess.__new__(ServerProcess)
-                connection.address = f"http://127.0.0.1:{port}"
-                seen.append(connection.request(None, "/health", timeout=5)[:2])
-            time.sleep(0.005)
+        with contextlib.suppress(OSError):
+            connection = ServerProcess.__new__(ServerProcess)
+            connection.address = f"http://127.0.0.1:{port}"
+            seen.append(connection.request(None, "/health", timeout=5)[:2])
+        return seen and seen[-1][0] == 200
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=wait_for, args=(look, 60))
     thread.start()
     with ServerProcess(model, 2, "--port", port):
         thread.join(60)
@@ -183,7 +182,7 @@ def test_ranks_on_hosts_with_a_key_and_a_short_deadline(model):
     header = {"Authorization": f"Bearer {key}"}
     with ServerProcess(model, 1, "--hosts", "localhost:2", MLXDIST_API_KEY=key, MLXDIST_TIMEOUT="1") as server:
         assert server.request({"prompt": "x", "max_tokens": 2})[0] == 401
-        time.sleep(4)
+        late(4)
         assert server.ask({"prompt": "x", "max_tokens": 2}, **header) and server.metrics(**header)["steps_total"] > 4
         commands = subprocess.run(["ps", "-axww", "-o", "args="], capture_output=True, text=True, check=True).stdout
         assert "mlxdist serve" in commands and key not in commands

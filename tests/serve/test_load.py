@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import wait_for
 from serving import ServerProcess, post, random_request, save_model_folder
+from waiting import late, wait_for
 
 pytestmark = pytest.mark.long
 OPTIONS = ("--prefill-step-size", 64, "--prompt-cache-tokens", 2000)
@@ -37,7 +37,7 @@ def test_random_requests_get_the_tokens_of_one_process(model, requests, ranks):
         if number % 5 == 0:  # another one, that leaves
             leaves = body | {"max_tokens": 400, "logit_bias": {"256": -100}, "stream": number % 2 == 0}
             with server.raw(post(leaves)):
-                time.sleep(0.02 * (number % 4))
+                late(0.02 * (number % 4))
         return server.ask(body)["choices"] == expected
 
     with ServerProcess(model, ranks, *OPTIONS) as server, ThreadPoolExecutor(8) as threads:
@@ -73,7 +73,7 @@ def test_nothing_grows(model, pytestconfig):
             assert wait_for(lambda: server.metrics()["running"] == 0, 30)
             for prompt in ("a" * 500, "b" * 500):  # the prefix cache has these two and nothing else
                 server.text(prompt, 1)
-            time.sleep(0.5)  # threads of connections end
+            late(0.5)  # threads of connections end
             active = server.metrics()["active_memory_bytes"]
             return active, [measure(pid) for pid in (server.process.pid, *server.pids())]
 

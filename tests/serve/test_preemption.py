@@ -4,8 +4,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from launching import wait_for
 from serving import ServerProcess, post, random_request, save_model_folder
+from waiting import wait_for
 
 pytestmark = pytest.mark.long
 ENDLESS = {"logit_bias": {"256": -100}}  # the token that ends an answer

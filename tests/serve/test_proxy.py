@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from launching import wait_for
 from serving import post
+from waiting import wait_for
 
 from mlxdist.serve.listener import MAX_BODY, SOCKET, listen
 from mlxdist.serve.proxy import Proxy

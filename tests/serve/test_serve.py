@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from launching import wait_for
 from mlx_lm import load, stream_generate
 from mlx_lm.server import _make_logits_processors, _make_sampler
 from serving import CONTEXT, PLAIN, VOCABULARY, ServerProcess, post, random_request, save_model_folder
+from waiting import wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"logit_bias": {"256": -100}}  # the token that ends an answer

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from launching import wait_for
 from mlx_lm import load
 from overlapping import ALL
 from serving import PLAIN, ServerProcess, random_request, save_adapters, save_model_folder
 from test_worker import SAMPLED, admission, alone, run
+from waiting import wait_for
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions

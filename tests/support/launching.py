@@ -9,14 +9,22 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 LAUNCH = [sys.executable, "-m", "mlxdist", "launch"]
-RANK = "import os; rank = int(os.environ['MLXDIST_RANK'])\n"
+# One line, so that numbers of lines in tracebacks stay readable. stay(): until something ends the rank; the job is to
+# do that. late(): as that of waiting.py.
+RANK = "import os, time; rank = int(os.environ['MLXDIST_RANK']); late = time.sleep; stay = lambda: late(300)\n"
+# Of a rank that goes on until SIGUSR1 has come.
+ASKED = """
+import signal
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(print('asked', flush=True)))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +67,6 @@ def marked_processes(marker):
             if marker.encode() in (directory / "environ").read_bytes() and int(directory.name) != os.getpid():
                 found.append(f"{directory.name} {(directory / 'cmdline').read_bytes()}")
     return found
-
-
-def wait_for(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def launch(ranks, *command, options=(), timeout=30, **keywords):
@@ -123,11 +122,13 @@ class Terminal:
     def resize(self, rows, columns):
         termios.tcsetwinsize(self._master, (rows, columns))
 
-    def read_until(self, words, seconds=10, times=1):
-        deadline = time.monotonic() + seconds
-        while self.text.count(words) < times:
-            assert time.monotonic() < deadline, self.text
-            self._read(0.1)
+    def read_until(self, words, seconds=30, times=1):
+        def has_come():
+            if self.text.count(words) < times:
+                self._read(0.1)
+            return self.text.count(words) >= times
+
+        assert wait_for(has_come, seconds), self.text
 
     def _read(self, seconds):
         if not select.select([self._master], [], [], seconds)[0]:
@@ -139,11 +140,12 @@ class Terminal:
         self.text += data
         return bool(data)
 
-    def finish(self, seconds=10):
-        deadline = time.monotonic() + seconds
-        while self._read(0.1) and time.monotonic() < deadline and (self.process.poll() is None or self._read(0.1)):
-            if self.process.poll() is not None and not select.select([self._master], [], [], 0.1)[0]:
-                break
+    def finish(self, seconds=30):
+        def has_ended():
+            at_end = not self._read(0.1)
+            return at_end or (self.process.poll() is not None and not select.select([self._master], [], [], 0.1)[0])
+
+        wait_for(has_ended, seconds)
         status = self.process.wait(seconds)
         os.close(self._master)
         return status

@@ -4,13 +4,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
 import pytest
+from waiting import wait_for
 
 __all__ = ["SshHosts", "ssh_hosts"]
 
@@ -102,11 +102,10 @@ def ssh_hosts(directory: Path, late: bool = False, count: int = 2) -> Iterator[S
 
 
 def _await_server(host: hosts.Host) -> None:
-    deadline = time.monotonic() + 20
     probe = f"import socket; socket.create_connection(({host.address!r}, {_PORT}), 5).close()"
-    while subprocess.run(host.command("python3", "-c", probe), capture_output=True).returncode:
-        assert time.monotonic() < deadline, f"no ssh server answers on {host.address}"
-        time.sleep(0.1)
+    command = host.command("python3", "-c", probe)
+    answers = wait_for(lambda: subprocess.run(command, capture_output=True).returncode == 0)
+    assert answers, f"no ssh server answers on {host.address}"
 
 
 def _stop(server: subprocess.Popen) -> None:

@@ -3,11 +3,11 @@
 import json
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from test_bench import bench, require_times, results_of
+from waiting import late
 
 from mlxdist.tools.bench.serve import ALL_TOKENS, FIRST_TOKEN, NEXT_TOKEN, _is_right, targets
 from mlxdist.tools.bench.serve_load import arrivals, ask_all, lengths
@@ -81,7 +81,7 @@ class Slow(BaseHTTPRequestHandler):
         self.end_headers()
         with self.one_at_a_time:
             for text in "ab":
-                time.sleep(0.2)
+                late(0.2)
                 self.send({"choices": [{"text": text}]})
         self.send({"choices": [], "usage": {"completion_tokens": 2}})
         self.wfile.write(b"data: [DONE]\n\n")

@@ -8,7 +8,6 @@ import select
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -132,11 +131,8 @@ def test_rejected(arguments, words):
     assert done.returncode == 2 and words in done.stderr
 
 
-def probed(ssh_config, seconds: float = 30.0) -> Cluster:
-    begin = time.monotonic()
-    found = probe([Host("a"), Host("localhost")], ssh_config, CheckOptions(quick=True))
-    assert time.monotonic() - begin < seconds
-    return found
+def probed(ssh_config) -> Cluster:
+    return probe([Host("a"), Host("localhost")], ssh_config, CheckOptions(quick=True))
 
 
 def failures(found: Cluster) -> dict[str, tuple[str, ...]]:

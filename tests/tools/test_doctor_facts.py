@@ -5,10 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import seconds_of
 
 from mlxdist.cluster.facts import interfaces, system
 from mlxdist.cluster.facts.collect import HostFacts
@@ -134,10 +134,9 @@ def _has_ipv6() -> bool:
 
 def test_a_server_that_accepts_and_sends_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        begin = time.monotonic()
         target = {"address": "127.0.0.1", "port": server.getsockname()[1], "token": "0" * 16}
-        assert network.connect([target], seconds=0.2)[0]["error"] == "ETIMEDOUT"
-        assert time.monotonic() - begin < 10
+        seconds, (found,) = seconds_of(network.connect, [target], seconds=0.2)
+        assert found["error"] == "ETIMEDOUT" and seconds < 10
 
 
 def test_memory_can_be_taken():

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import wait_for
 from ssh_hosts import SshHosts, ssh_hosts
+from waiting import wait_for
 
 pytestmark = pytest.mark.long
 

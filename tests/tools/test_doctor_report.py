@@ -16,6 +16,7 @@ from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from softverbs_library import LIBRARY, linux
 from ssh_hosts import ssh_hosts
 from test_doctor_hosts import exporting
+from waiting import late
 
 from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
@@ -173,8 +174,7 @@ def test_a_run_that_may_fail_leaves_its_section_complete():
 def test_sections_that_fail_and_hang(tmp_path, capfd):
     path = tmp_path / "report.md"
     odd = [Step(f.__name__, f.__name__, f, 0.3) for f in (fails, mistakes, hangs, works)]
-    begin = time.monotonic()
-    assert make_report(context(), path, odd) == 0 and time.monotonic() - begin < 10
+    assert make_report(context(), path, odd) == 0
     text = path.read_text()
     found = data_of(text)["sections"]
     assert found["fails"]["error"] == "the driver does not answer" and text.count("what was known before") == 2
@@ -266,10 +266,9 @@ def test_private_data_is_left_out(tmp_path):
     ],
 )
 def test_rejected_before_the_work(arguments, words, tmp_path):
-    begin = time.monotonic()
-    done = subprocess.run([*DOCTOR, *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([*DOCTOR, *arguments], capture_output=True, text=True, timeout=20, cwd=tmp_path)
     assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr
-    assert time.monotonic() - begin < 10 and list(tmp_path.glob("report*")) == []
+    assert list(tmp_path.glob("report*")) == []
 
 
 @pytest.mark.long
@@ -294,7 +293,7 @@ def test_ctrl_c_leaves_what_is_done(tmp_path):
     )
     try:
         assert process.stdout.readline() == "now\n"
-        time.sleep(2)
+        late(2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     finally:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import running, wait_for
+from launching import running
+from waiting import wait_for
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.diagnostics.flight_records import (

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import Terminal, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from launching import Terminal, nothing_left, running  # noqa: F401  (nothing_left is a fixture of every test)
 from rich.console import Console
+from waiting import wait_for
 
 from mlxdist import set_step
 from mlxdist.base.errors import InvalidArgument
@@ -33,13 +33,13 @@ TOP = [sys.executable, "-m", "mlxdist", "top"]
 
 # Rank 1 comes to no more operations once it has done three, rank 0 waits for it.
 LATE = """
-import sys, time, numpy, mlxdist
+import sys, numpy, mlxdist
 mlxdist.init()
 for step in range(3):
     mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
 {step}
 print('ready', flush=True)
-if rank == 1: time.sleep(100)
+if rank == 1: stay()
 mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
 """
 # All go on, one operation after another.
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_be_signaled_goes_on():
     """Where init() is not called in the main thread, SIGUSR2 would end the process. The rendezvous needs no signal."""
     program = BUSY.replace("while True: mlxdist.all_sum(x)", "")
     program = f"import threading\nthread = threading.Thread(target=exec, args=({program!r}, {{'rank': rank}}))\n"
-    program += "thread.start(); thread.join()\nimport time; time.sleep(100)"
+    program += "thread.start(); thread.join()\nstay()"
     with running(2, program) as job:
         shown = top("--once", "--interval", "0.3")
         assert shown.returncode == 0 and shown.stdout.count("after all_sum #20") == 2, shown
@@ -204,17 +204,17 @@ def test_in_a_terminal(key, status):
             env=os.environ | {"TERM": "xterm"}, preexec_fn=lambda: os.login_tty(slave),
         )  # fmt: skip
         text = b""
-        deadline = time.monotonic() + 30
-        while text.count(b"straggler") < 3:
-            assert time.monotonic() < deadline and shown.poll() is None, text
-            if select.select([master], [], [], 0.2)[0]:
-                text += os.read(master, 65536)
-        assert b"\x1b[1;31m" in text
-        os.write(master, key)
-        while shown.poll() is None:
-            assert time.monotonic() < deadline, text
+
+        def read():
+            nonlocal text
             if select.select([master], [], [], 0.1)[0]:
                 text += os.read(master, 65536)
+
+        assert wait_for(lambda: read() or text.count(b"straggler") >= 3 or shown.poll() is not None), text
+        assert shown.poll() is None, text
+        assert b"\x1b[1;31m" in text
+        os.write(master, key)
+        assert wait_for(lambda: read() or shown.poll() is not None), text
         assert shown.returncode == status and b"Traceback" not in text and text.count(b"\x1b[?25h") >= 1
         assert termios.tcgetattr(slave) == before
         os.close(master)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import LAUNCH, marked_processes, nothing_left, wait_for  # noqa: F401
+from launching import LAUNCH, marked_processes, nothing_left  # noqa: F401
+from waiting import wait_for
 
 from mlxdist import InvalidArgument
 from mlxdist.cluster.facts.memory import cgroup_memory, memory_now

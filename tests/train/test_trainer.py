@@ -5,12 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from waiting import wait_for
 
 mlx_lm = pytest.importorskip("mlx_lm")
 import training_folder
@@ -175,9 +175,7 @@ def test_resumed(folder, tmp_path, ranks, before, after):
     run(tmp_path / "straight", ranks, settings(folder, after))
     process = start(tmp_path / "stopped", ranks, settings(folder, before + "\n" + switch))
     reports = tmp_path / "stopped" / "checkpoints" / "reports.jsonl"
-    deadline = time.monotonic() + 200
-    while not (reports.exists() and reports.read_text().count("train_loss") >= 5) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: reports.exists() and reports.read_text().count("train_loss") >= 5, 200)
     (tmp_path / "stopped" / "STOP").touch()
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -200,9 +198,7 @@ def test_resumed(folder, tmp_path, ranks, before, after):
 def test_a_signal_saves_and_ends(folder, tmp_path, number):
     process = start(tmp_path, 2, settings(folder, iters=100000))
     reports = tmp_path / "checkpoints" / "reports.jsonl"
-    deadline = time.monotonic() + 200
-    while not (reports.exists() and reports.read_text().count("train_loss") >= 3) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: reports.exists() and reports.read_text().count("train_loss") >= 3, 200)
     process.send_signal(number)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
