@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from meeting import Job, Watcher, at_once, group, join
+from waiting import late, wait_for
 
 from mlxdist.base.errors import Error
 from mlxdist.runtime.rendezvous import heartbeat, server
@@ -85,13 +85,6 @@ def fast(monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
 
 
-def wait_for(condition, seconds=5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_every_rank_receives_the_positions_of_the_others(fast):
     with group(3) as members:
         heard = [{} for _ in members]
@@ -109,8 +102,13 @@ def test_a_member_without_a_position_reports_none(fast):
     with group(2) as members:
         heard = []
         members[0].watch(lambda *news: None)
-        members[1].watch(lambda *news: None, on_peer_status=lambda *news: heard.append(news), position=lambda: "here")
-        time.sleep(0.3)
+        beats = []
+        members[1].watch(
+            lambda *news: None,
+            on_peer_status=lambda *news: heard.append(news),
+            position=lambda: beats.append(0) or "here",
+        )
+        assert wait_for(lambda: len(beats) > 5)
         assert heard == []
 
 
@@ -189,7 +187,7 @@ def test_heartbeats_end_with_the_group(fast):
 
         def have_ended() -> bool:
             before = len(beats)
-            time.sleep(0.2)
+            late(0.2)
             return len(beats) == before
 
         assert wait_for(have_ended)

@@ -6,10 +6,11 @@ import random
 import socket
 import struct
 import threading
-import time
+from functools import partial
 
 import pytest
 from meeting import Job, Watcher, at_once, group, join
+from waiting import late, seconds_of, wait_for
 
 from mlxdist.runtime.rendezvous import Rendezvous, authentication
 from mlxdist.runtime.rendezvous.event_loop import MAX_UNAUTHENTICATED_READS, EventLoop
@@ -156,10 +157,10 @@ def test_a_flood_does_not_delay_a_start():
                 finally:
                     done.set()
 
-            started = time.monotonic()
-            members, flood = at_once(start, lambda job=job, done=done: flood_until(done, job.address, 40))
+            flood_of = partial(flood_until, done, job.address, 40)
+            seconds, (members, flood) = seconds_of(at_once, start, flood_of)
             assert all(isinstance(member, Rendezvous) for member in members), members
-            assert time.monotonic() - started < 10, flood  # of 20 s; on a quiet machine 0.1 s
+            assert seconds < 10, flood  # of 20 s; on a quiet machine 0.1 s
             assert_well(members)
             at_once(*(lambda m=m: m.close() for m in members))
 
@@ -201,7 +202,7 @@ def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
         with held(servers[0]._loop), strangers(job.address, 250):
             before = len(accepted)
             go.set()
-            time.sleep(0.5)  # the rank's answer is there as well
+            late(0.5)  # the rank's answer is there as well
         return before
 
     *members, before = at_once(lambda: Rendezvous(job.environment(0)), lambda: Rendezvous(job.environment(1)), flood)
@@ -223,11 +224,10 @@ def test_a_flood_costs_a_running_job_a_few_connections_a_second():
                 assert_well(members)
             done.set()
 
-        started = time.monotonic()
-        worked, flood = at_once(work, lambda: flood_until(done, address, 100))
+        seconds, (worked, flood) = seconds_of(at_once, work, lambda: flood_until(done, address, 100))
         assert worked is None
         assert flood[0] >= 100
-        assert len(looked_at) <= 1 + (time.monotonic() - started) / ACCEPT_SECONDS
+        assert len(looked_at) <= 1 + seconds / ACCEPT_SECONDS
         assert loop._thread.is_alive()
 
 
@@ -241,8 +241,7 @@ def test_a_greeting_in_many_pieces_is_cut_off():
             for number, byte in enumerate(struct.pack(">IB", 4000, Kind.HELLO) + bytes(4000)):
                 with contextlib.suppress(ConnectionError):
                     sock.sendall(bytes([byte]))
-                while connection.is_open and connection._reads <= number:
-                    time.sleep(0.0005)
+                assert wait_for(lambda number=number: not connection.is_open or connection._reads > number)
                 if not connection.is_open:
                     break
             assert number == MAX_UNAUTHENTICATED_READS
@@ -324,7 +323,7 @@ def fuzz(seed, jobs, actions):
             while crowd.done < actions or not done.is_set():
                 crowd.act(address)
                 if crowd.done >= actions:
-                    time.sleep(0.001)
+                    late(0.001)
 
         def work(job=job, crowds=crowds, done=done):
             try:

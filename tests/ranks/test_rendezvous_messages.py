@@ -9,11 +9,11 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from meeting import SECRET, SOON, Job, Watcher, at_once, group, join, pose_as_rank_0
+from waiting import seconds_of, wait_for
 
 from mlxdist.base import errors
 from mlxdist.base.environment import Environment
@@ -110,14 +110,14 @@ def test_a_round_trip_takes_no_timer():
     """Nothing on the way waits for more to come: with Nagle's algorithm, or a poll interval, it would take 40 ms."""
     with group(3) as members:
         watchers = [Watcher(member) for member in members]
-        seconds = []
-        for number in range(1, 31):
-            started = time.monotonic()
+
+        def round_trip(number):
             members[1].send(2, "ping", b"")
             assert len(watchers[2].wait_messages(number)) == number
             members[2].send(1, "pong", b"")
             assert len(watchers[1].wait_messages(number)) == number
-            seconds.append(time.monotonic() - started)
+
+        seconds = [seconds_of(round_trip, number)[0] for number in range(1, 31)]
         assert sorted(seconds)[15] < 0.02
 
 
@@ -249,7 +249,7 @@ def test_what_was_sent_before_close_arrives_before_the_report_of_it(sender):
         for number in range(200):
             members[sender].send(2, f"{number}", bytes(1000))
         members[sender].close(linger=0)
-        assert left.wait(10 * SOON)
+        assert left.wait(SOON)
         assert heard == [(f"{number}", sender) for number in range(200)] + [("left", sender)]
 
 
@@ -259,10 +259,11 @@ def test_close_while_others_send():
         watcher = Watcher(members[1])
 
         def send_until_refused(rank):
-            deadline = time.monotonic() + 10 * SOON
-            while time.monotonic() < deadline:
-                members[rank].send(1, "more", bytes(100))
-                time.sleep(0.0005)
+            def send_some():
+                for _ in range(20):
+                    members[rank].send(1, "more", bytes(100))
+
+            wait_for(send_some)
 
         with ThreadPoolExecutor(2) as pool:
             sending = [pool.submit(send_until_refused, rank) for rank in (0, 2)]
@@ -270,7 +271,7 @@ def test_close_while_others_send():
             members[1].close()
             delivered = len(watcher.messages)
             for future in sending:
-                error = future.exception(10 * SOON)
+                error = future.exception(60)
                 assert isinstance(error, errors.PeerLost) and "rank 1" in str(error), error
                 assert "has left the group (finalize)" in str(error)
         assert len(watcher.messages) == delivered, "a callback after close"
@@ -303,9 +304,8 @@ def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
         lambda: connect.connect(job.environment(2)), *(lambda r=r: Rendezvous(job.environment(r)) for r in range(2))
     )
     watchers = [Watcher(member) for member in members]
-    deadline = time.monotonic() + 20 * SOON
     try:
-        while time.monotonic() < deadline:
+        for _ in range(1000):  # 64 MiB: more than any buffer on the way holds
             members[1].send(2, "flood", bytes(MAX_MESSAGE_BYTES))
             members[1].send(0, "meanwhile", b"")
             watchers[0].wait_messages(len(watchers[0].messages) + 1, 0.02)
@@ -338,9 +338,8 @@ rendezvous.barrier("x")
         member = Rendezvous(job.environment(1))
         member.barrier("x")
         process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 20 * SOON
         with pytest.raises(errors.RendezvousError, match=r"rank 0 \(.*\) has not read \d+ bytes of messages"):
-            while time.monotonic() < deadline:
+            for _ in range(1000):  # 64 MiB: more than any buffer on the way holds
                 member.send(0, "flood", bytes(MAX_MESSAGE_BYTES))
     finally:
         process.kill()

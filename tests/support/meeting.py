@@ -13,7 +13,7 @@ from mlxdist.runtime.rendezvous.authentication import ServerHandshake
 from mlxdist.runtime.rendezvous.protocol import Framing, Kind, pack_json
 
 SECRET = b"\x5e" * 32
-SOON = 1.0
+SOON = 5.0  # seconds: half of what rank 0 gives a stranger, a quarter of what a job gives its ranks
 
 
 class Job:
@@ -91,7 +91,7 @@ class Watcher:
         self._wait(self.leaves, 1, seconds)
         return self.leaves[0] if self.leaves else None
 
-    def wait_messages(self, count, seconds=10 * SOON):
+    def wait_messages(self, count, seconds=2 * SOON):
         """The first ``count`` messages, or as many as came."""
         self._wait(self.messages, count, seconds)
         return self.messages[:count]
