@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,10 @@ import mlxdist
 from mlxdist.base.errors import Error
 from mlxdist.runtime.diagnostics.deadlock import TAG
 from mlxdist.runtime.native import check, lib
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import waiting
+from waiting import seconds_of
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -76,7 +81,7 @@ def late() -> None:
     """A rank that computes, sleeps, or works in another thread, is not a rank that waits."""
     if rank == 0:
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(lambda: (time.sleep(2.5), eager(other, 1)))
+            future = pool.submit(lambda: (waiting.late(2.5), eager(other, 1)))
             eager(one, 0)
             future.result()
     else:
@@ -85,7 +90,7 @@ def late() -> None:
     x = mlxdist.all_sum(mx.full((3,), rank + 1.0), group=one)
     if rank == 0:
         mx.async_eval(x)
-        time.sleep(2.5)  # the operation waits, this thread does not
+        waiting.late(2.5)  # the operation waits, this thread does not
         group.split(0)
     else:
         group.split(0)
@@ -107,7 +112,7 @@ def inject(faults: str, then: str = "", seconds: float = 1.2) -> None:
     """Faults of this rank's links; and others after some seconds."""
     check(lib.mlxdist_group_inject_faults(group._native, faults.encode()))
     if then:
-        threading.Thread(target=lambda: (time.sleep(seconds), inject(then)), daemon=True).start()
+        threading.Thread(target=lambda: (waiting.late(seconds), inject(then)), daemon=True).start()
 
 
 def link_down() -> None:
@@ -129,9 +134,9 @@ def ended_group() -> None:
     global one
     part, one = one, None
     group.barrier()
-    time.sleep(0.3)
+    waiting.late(0.3)
     if rank == size - 1:
-        time.sleep(0.2)
+        waiting.late(0.2)
         inject("drop=1/1", "none")
     eager(part, 0)
     if rank == size - 1:
@@ -145,7 +150,7 @@ def beside(start: Callable[[Callable[[], None]], object]) -> None:
     ended = threading.Event()
 
     def work() -> None:
-        time.sleep(1.2)
+        waiting.late(1.2)
         eager(other, 0)
         ended.set()
 
@@ -183,9 +188,7 @@ def compute(seconds: float, y: mx.array | None = None) -> None:
     """In one evaluation, for at least so long."""
     y = mx.ones((500, 500)) if y is None else y
     x = mx.ones((500, 500))
-    begin = time.monotonic()
-    mx.eval(mx.matmul(x, x))
-    for _ in range(int(2 * seconds / (time.monotonic() - begin)) + 1):
+    for _ in range(int(2 * seconds / seconds_of(lambda: mx.eval(mx.matmul(x, x)))[0]) + 1):
         y = mx.matmul(y, x) * 1e-9
     mx.eval(y)
 
@@ -223,12 +226,11 @@ def malformed() -> None:
     """Messages that no rank of this version sends do not keep the ranks from finding a mistake."""
 
     def flood() -> None:
-        begin = time.monotonic()
         with contextlib.suppress(Error):
-            while time.monotonic() < begin + 1:
+            for _ in range(5):
                 for data in MALFORMED:
                     group._world._rendezvous.send((rank + 1) % size, TAG, data)
-                time.sleep(0.2)
+                waiting.late(0.2)
 
     threading.Thread(target=flood, daemon=True).start()
     recv_and_recv()
@@ -313,7 +315,7 @@ def lazy_crossed_while_asleep() -> None:
     """A thread that does something else cannot change the order of a stream."""
     x = crossed((one, other))
     mx.async_eval(x)
-    time.sleep(4)
+    waiting.late(4)
     mx.eval(x)
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 late, limit = float(sys.argv[2]), float(sys.argv[3])
@@ -18,6 +17,10 @@ import mlx.core as mx
 
 import mlxdist
 from mlxdist.runtime.native import bridge
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import waiting
+from waiting import seconds_of
 
 TEXT = (
     "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
@@ -34,9 +37,8 @@ class Gpu:
 
     def run(self, array: mx.array) -> mx.array:
         mx.async_eval(array)
-        submitted = time.monotonic()
-        mx.eval(array)
-        if time.monotonic() - submitted > limit:
+        waited, _ = seconds_of(mx.eval, array)
+        if waited > limit:
             raise RuntimeError(TEXT)
         return array
 
@@ -44,6 +46,11 @@ class Gpu:
 gpu = Gpu()
 group = mlxdist.init()
 other = 1 - rank
+
+
+def is_late(which: int = 1, times: float = 1.0) -> None:
+    if rank == which:
+        waiting.late(times * late)
 
 
 def total() -> None:
@@ -64,8 +71,7 @@ def warm_up() -> None:
 
 
 def loads() -> None:
-    if rank == 1:
-        time.sleep(late)
+    is_late()
     total()
 
 
@@ -75,7 +81,7 @@ def stops() -> None:
     if rank == 1:
         me = os.getpid()
         subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep {late}; kill -CONT {me}"])
-    time.sleep(min(0.8, late / 2))
+    waiting.late(min(0.8, late / 2))
     total()
 
 
@@ -98,8 +104,8 @@ def compiles() -> None:
 
 
 def receives() -> None:
+    is_late()
     if rank == 1:
-        time.sleep(late)
         mx.eval(mlxdist.send(mx.ones(3), 0))
     else:
         assert gpu.run(mlxdist.recv_like(mx.ones(3), 1))[0].item() == 1
@@ -107,24 +113,20 @@ def receives() -> None:
 
 def sends() -> None:
     """A rank that sends does not wait for the receiver, which first has to receive something else."""
+    is_late()
     if rank == 1:
-        time.sleep(late)
         first = mlxdist.recv((3,), mx.float32, 0)
         assert first[0].item() == 1
         mx.eval(mlxdist.send(first, 0))
     else:
-        begin = time.monotonic()
-        mx.async_eval(mlxdist.send(mx.ones(3), 1))
-        assert time.monotonic() - begin < late / 2
+        assert seconds_of(mx.async_eval, mlxdist.send(mx.ones(3), 1))[0] < late / 2
         assert mlxdist.recv_like(mx.ones(3), 1)[0].item() == 1
 
 
 def meets() -> None:
-    if rank == 1:
-        time.sleep(late)
-    begin = time.monotonic()
-    mlxdist.meet()
-    assert rank == 1 or time.monotonic() - begin > late / 2
+    is_late()
+    waited, _ = seconds_of(mlxdist.meet)
+    assert rank == 1 or waited > late / 2
     met = group.stats()["meetings"]
     for _ in range(50):
         total()  # the first ones after it meet where the peer is not known to be there: it may have to compile
@@ -132,38 +134,37 @@ def meets() -> None:
 
 
 def meets_late() -> None:
-    if rank == 1:
-        time.sleep(late)
+    is_late()
     mlxdist.meet(timeout=late / 4)
 
 
 def gives_up() -> None:
     """Rank 1 does not come within MLXDIST_TIMEOUT."""
-    if rank == 1:
-        time.sleep(late)
+    is_late()
     mx.eval(mlxdist.all_sum(mx.ones(3)))
 
 
 def deadline() -> None:
     """A deadline of the operation itself begins when it is carried out: the meeting only does not outlast it."""
     group.barrier()
-    if rank == 1:
-        time.sleep(late)
-    begin = time.monotonic()
+    is_late()
     try:
-        mx.eval(mlxdist.all_sum(mx.ones(3), timeout=1.5 * late))
-        assert rank == 1 or time.monotonic() - begin > late / 2
+        waited, _ = seconds_of(lambda: mx.eval(mlxdist.all_sum(mx.ones(3), timeout=1.5 * late)))
+        assert rank == 1 or waited > late / 2
     except mlxdist.Timeout as error:
         raise AssertionError("it has waited for the peer before its deadline began") from error
-    if rank == 1:
-        time.sleep(3 * late)
-    begin = time.monotonic()
-    try:
-        mx.eval(mlxdist.all_sum(mx.ones(3), timeout=late / 2))
-    except mlxdist.Timeout:
-        assert rank == 1 or 0.9 * late < time.monotonic() - begin < 2.5 * late
-    else:
-        raise AssertionError("rank 1 came in time")
+    is_late(times=3)
+
+    def is_in_time() -> bool:
+        try:
+            mx.eval(mlxdist.all_sum(mx.ones(3), timeout=late / 2))
+        except mlxdist.Timeout:
+            return False
+        return True
+
+    waited, in_time = seconds_of(is_in_time)
+    assert not in_time, "rank 1 came in time"
+    assert rank == 1 or 0.9 * late < waited < 2.5 * late
 
 
 # Programs that would wait for ever if a meeting waited for all that comes before it.
@@ -182,9 +183,8 @@ def ring() -> None:
 def pipeline() -> None:
     """Rank 0 is late: every rank behind it stays on the CPU, though another one waits for each."""
     x = mx.ones(3)
-    if rank == 0:
-        time.sleep(late)
-    else:
+    is_late(0)
+    if rank:
         x = gpu.run(mlxdist.recv_like(x, rank - 1))
     if rank + 1 < group.size():
         mx.eval(mlxdist.send(x + 1, rank + 1))
@@ -278,16 +278,15 @@ def refuse() -> None:
     first = mlxdist.all_to_all(mx.ones(group.size()))
     refuses(lambda: mx.eval(first))
     for _ in range(4):
-        refuses(lambda: time.sleep(0.05))  # the first error is also raised where the program is then
+        refuses(lambda: waiting.late(0.05))  # the first error is also raised where the program is then
     group.barrier()
     # Of an array from memory: what MLX had computed when the error was raised has that error for good.
     second, total = mlxdist.all_to_all(mx.ones(group.size())), mlxdist.all_sum(mx.array([1.0, 1, 1]))
     refuses(lambda: mx.async_eval(second))
     if rank == 0:
-        refuses(lambda: time.sleep(late))
-    begin = time.monotonic()
-    refuses(lambda: mx.async_eval(total))
-    assert time.monotonic() - begin < 5 * late, "the counts of the ranks differ"
+        refuses(lambda: waiting.late(late))
+    waited, _ = seconds_of(refuses, lambda: mx.async_eval(total))
+    assert waited < 5 * late, "the counts of the ranks differ"
     for _ in range(3):  # the error of the second may come first
         refuses(lambda: mx.eval(total))
     assert mlxdist.all_sum(mx.ones(3))[0].item() == group.size()
@@ -301,30 +300,27 @@ def req() -> None:
 
     beside = group.split(0)
     group.barrier()
-    begin = time.monotonic()
     if rank == 0:
 
         def send() -> None:
-            time.sleep(late / 4)
+            waiting.late(late / 4)
             mlxdist.send(np.ones(3), 1, group=beside)
 
         thread = threading.Thread(target=send)
         thread.start()
-        mx.eval(mlxdist.recv_like(mx.ones(3), 1))
-        assert time.monotonic() - begin < 1.5 * late
+        assert seconds_of(mx.eval, mlxdist.recv_like(mx.ones(3), 1))[0] < 1.5 * late
         thread.join()
     else:
-        time.sleep(late / 2)
+        is_late(times=0.5)
         mx.eval(mlxdist.send(mx.ones(3), 0))
         mx.synchronize()
-        time.sleep(1.5 * late)
+        is_late(times=1.5)
         mlxdist.recv((3,), np.float64, 0, group=beside)
 
 
 def one_is_late() -> None:
     """The last rank is late: what each other one sends to it meanwhile is bounded, and no rank floods the others."""
-    if rank == group.size() - 1:
-        time.sleep(late)
+    is_late(group.size() - 1)
     before = group.stats()["meeting_messages"]
     total = mlxdist.all_sum(mx.ones(3))
     mx.eval(total)
@@ -333,8 +329,8 @@ def one_is_late() -> None:
 
 
 def aborted() -> None:
+    is_late()
     if rank == 1:
-        time.sleep(late)
         group.abort("there is no point in going on")
     else:
         mx.eval(mlxdist.all_sum(mx.ones(3)))
@@ -353,7 +349,7 @@ def mixed() -> None:
         handle.wait()
         mx.eval(mlxdist.sendrecv(mx.ones(2), other, other), mlxdist.all_gather(mx.ones(2)))
         if turn % 20 == 0:
-            time.sleep(0.4)
+            waiting.late(0.4)
         try:
             mx.eval(mlxdist.send(mx.ones(2), rank))
         except mlxdist.InvalidArgument:
@@ -399,8 +395,7 @@ def translated() -> None:
         bridge.raise_mlx_error(TEXT)
     except RuntimeError as error:
         assert str(error) == TEXT and not isinstance(error, mlxdist.Error)
-    if rank == 1:
-        time.sleep(late)
+    is_late()
     try:
         total()
         bridge.raise_mlx_error("[metal::malloc] Out of memory")

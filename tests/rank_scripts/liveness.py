@@ -10,16 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import waiting
+from waiting import seconds_of
+
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 x = np.ones(1000, np.float32)
 mlxdist.all_sum(x)
+
+
+def say(what: str, more: str = "") -> None:
+    print(f"{what} at {time.monotonic():.4f}{more}", flush=True)
 
 
 def wait() -> None:
@@ -30,23 +39,23 @@ def wait() -> None:
         else:
             mlxdist.all_sum(x)
     except mlxdist.Error as error:
-        print(f"{type(error).__name__} at {time.monotonic():.4f}, of rank {error.rank}: {error}", flush=True)
+        say(type(error).__name__, f", of rank {error.rank}: {error}")
         sys.exit(1)
     print("no error")
 
 
 def killed(which: str) -> None:
     if rank == int(which):
-        time.sleep(0.3)
-        print(f"dies at {time.monotonic():.4f}", flush=True)
+        waiting.late(0.3)
+        say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
     wait()
 
 
 def aborts() -> None:
     if rank == 2:
-        time.sleep(0.3)
-        print(f"aborts at {time.monotonic():.4f}", flush=True)
+        waiting.late(0.3)
+        say("aborts")
         group.abort("there is no point in going on")
     wait()
 
@@ -65,9 +74,9 @@ def stopped(which: str, seconds: str) -> None:
     waits = []
 
     def timed(operation: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
-        before, begin = cpu_seconds(), time.monotonic()
-        result = operation(values)
-        waits.append((time.monotonic() - begin, cpu_seconds() - before))
+        before = cpu_seconds()
+        waited, result = seconds_of(operation, values)
+        waits.append((waited, cpu_seconds() - before))
         return result
 
     turn, goes_on = 0, True
@@ -84,7 +93,7 @@ def stopped(which: str, seconds: str) -> None:
 def late(seconds: str) -> None:
     """Rank 0 computes; the others say whom they wait for, and where that is."""
     if rank == 0:
-        time.sleep(float(seconds))
+        waiting.late(float(seconds))
     assert np.all(mlxdist.all_sum(x) == size)
 
 

@@ -3,10 +3,10 @@
 import random
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,9 @@ import mlxdist
 from mlxdist.nn import ExpertParallelSwitchGLU
 from mlxdist.runtime.label import label_scope
 from mlxdist.train import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import waiting
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -107,7 +110,7 @@ def lanes(count: int) -> None:
     def use(name: str, factor: int) -> None:
         delays = random.Random(rank * 7 + factor)
         for number in range(count):
-            time.sleep(delays.random() * 0.002)
+            waiting.late(delays.random() * 0.002)
             x = value(number) * factor
             for result in (mlxdist.all_sum(x, group=own[name]), mlxdist.all_sum(mx.array(x), group=own[name])):
                 assert (np.array(result) == factor * total(number)).all()
@@ -127,7 +130,7 @@ def threads_without_lanes() -> None:
     def use(count: int) -> None:
         delays = random.Random(rank * 7 + count)
         for number in range(count):
-            time.sleep(delays.random() * 0.002)
+            waiting.late(delays.random() * 0.002)
             mlxdist.all_sum(value(number, (20_000,)))
 
     mlxdist.barrier()
@@ -141,7 +144,7 @@ def a_pool_of_threads(count: int) -> None:
     """One task at a time, in threads that are others on each rank."""
     with ThreadPoolExecutor(3) as pool:
         for _ in range(rank):
-            pool.submit(time.sleep, 0.2)
+            pool.submit(waiting.late, 0.2)
         for number in range(count):
             assert (pool.submit(lambda number=number: mlxdist.all_sum(value(number))).result() == total(number)).all()
             assert (mlxdist.all_sum(value(number)) == total(number)).all()

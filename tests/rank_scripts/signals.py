@@ -11,23 +11,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
 from mlxdist.runtime import signals
+from mlxdist.runtime.rendezvous import Rendezvous
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late, wait_for
 
 how, number = sys.argv[1], getattr(signal, sys.argv[2])
 odd_one = os.environ["MLXDIST_RANK"] == "1"
+SENT = Path(os.environ["TMPDIR"]).parent / "sent"  # rank 1 makes it: the directory is that of all ranks
+
+
+def say(what: str) -> None:
+    """With the time; in the test's words."""
+    print(f"{what} at {time.monotonic():.4f}", flush=True)
 
 
 def send(after: float, number: signal.Signals = number) -> None:
     def kill() -> None:
-        print(f"signal at {time.monotonic():.4f}", flush=True)
+        say("signal")
+        SENT.touch()
         os.kill(os.getpid(), number)
 
     threading.Timer(after, kill).start()
+
+
+def come_after_signal(seconds: float) -> None:
+    """Delays this rank until so long after the signal of rank 1."""
+    assert wait_for(SENT.exists, 60)
+    late(seconds)
 
 
 def report(wait: Callable[[], object]) -> None:
@@ -40,7 +58,7 @@ def report(wait: Callable[[], object]) -> None:
         if not isinstance(error, mlxdist.Error):
             raise
     else:
-        print(f"ended at {time.monotonic():.4f}", flush=True)
+        say("ended")
 
 
 def stuck_in_c() -> None:
@@ -50,13 +68,27 @@ def stuck_in_c() -> None:
     c.pthread_mutex_lock(mutex)
 
 
+def waits_in_rendezvous() -> bool:
+    """Whether the main thread does."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame and frame.f_code is not Rendezvous._wait.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def join() -> None:
-    """Rank 2 never comes."""
+    """Rank 2 never comes. Rank 1 gets the signal once it waits for rank 2."""
     if os.environ["MLXDIST_RANK"] == "2":
-        time.sleep(2)
+        come_after_signal(1)
         sys.exit(1)
     if odd_one:
-        send(1)
+
+        def send_later() -> None:
+            wait_for(waits_in_rendezvous, 60)
+            late(0.3)  # for rank 0 to wait, too
+            send(0)
+
+        threading.Thread(target=send_later).start()
     mx.distributed.init() if how == "init_shim" else mlxdist.init()
 
 
@@ -69,7 +101,7 @@ if how == "own_wakeup":
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
 if how in ("own_handler", "impatient"):
-    signal.signal(number, lambda number, frame: print(f"handled at {time.monotonic():.4f}", flush=True))
+    signal.signal(number, lambda number, frame: say("handled"))
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -91,14 +123,14 @@ WAITS = {
     "handle": lambda: mlxdist.all_sum(x, async_op=True).wait(),
     "finalize": group.finalize,
     "mpi_shim": wait_in_mpi_shim,
-    "sleep": lambda: time.sleep(20) if odd_one else mlxdist.all_sum(x),
+    "sleep": lambda: late(20) if odd_one else mlxdist.all_sum(x),
 }
 
 
 def waits() -> None:
     """Rank 0 comes late, to a group that has failed."""
     if rank == 0:
-        time.sleep(0.8)
+        come_after_signal(0.6)
     if odd_one:
         send(0.2)
     report(WAITS[how])
@@ -114,15 +146,15 @@ def stuck() -> None:
 def python() -> None:
     """The main thread is in Python, where the interpreter acts by itself: the group goes on."""
     if rank == 0:
-        time.sleep(0.5)
+        come_after_signal(0.3)
     handle = mlxdist.all_sum(x, async_op=True)
     if odd_one:
         send(0.2)
         try:
-            time.sleep(5)
+            late(5)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-            time.sleep(0.2)  # on a loaded machine the thread that watches may see the signal after its handler has run
+            late(0.2)  # on a loaded machine the thread that watches may see the signal after its handler has run
     assert np.all(handle.wait() == size) and np.all(mlxdist.all_sum(x) == size)
 
 
@@ -131,9 +163,9 @@ def own_handler() -> None:
     if odd_one:
         send(0.2)
     else:
-        time.sleep(1)
+        come_after_signal(0.8)
     assert np.all(mlxdist.all_sum(x) == size)
-    print(f"ended at {time.monotonic():.4f}", flush=True)
+    say("ended")
 
 
 def impatient() -> None:
@@ -142,16 +174,16 @@ def impatient() -> None:
         send(0.2)
         send(0.6)
     else:
-        time.sleep(1.5)
+        come_after_signal(1.3)
     report(WAITS["numpy"])
 
 
 def own_wakeup() -> None:
     if odd_one:
-        signals.on(signal.SIGUSR2, lambda: print(f"called at {time.monotonic():.4f}", flush=True))
+        signals.on(signal.SIGUSR2, lambda: say("called"))
         send(0.2)
     else:
-        time.sleep(1)
+        come_after_signal(0.8)
     mx.eval(mlxdist.all_sum(mx.ones(3)))
     assert not odd_one or os.read(listening, 10) == bytes([number])
     group.finalize()
@@ -167,7 +199,7 @@ def forked() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         try:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            late(5)
         except KeyboardInterrupt:
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(1)

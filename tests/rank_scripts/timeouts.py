@@ -4,13 +4,16 @@ The group's deadline is shorter than rank 0 is late: an operation that forgets t
 """
 
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late, seconds_of
 
 GROUP, LATE, OWN = 0.1, 0.25, 30
 
@@ -45,13 +48,17 @@ def large_to_late(x: np.ndarray | mx.array, **keywords: object) -> np.ndarray | 
     return mlxdist.send(large, 0, **keywords) if rank else mlxdist.recv_like(large, 1, **keywords)
 
 
+def rank_0_is_late() -> None:
+    if rank == 0:
+        late(LATE)
+
+
 def array(kind: str) -> np.ndarray | mx.array:
     return np.ones((2, 3), np.float32) if kind == "numpy" else mx.ones((2, 3))
 
 
 def fails(function: Callable[[], object]) -> None:
-    if rank == 0:
-        time.sleep(LATE)
+    rank_0_is_late()
     try:
         function()
     except mlxdist.Timeout as error:
@@ -63,13 +70,9 @@ def fails(function: Callable[[], object]) -> None:
 def all_operations(kind: str) -> None:
     """Each with its own; the next one without has the group's again."""
     for name, operation in OPERATIONS.items():
-        if rank == 0:
-            time.sleep(LATE)
-        begin = time.monotonic()
-        result = operation(array(kind), timeout=OWN)
-        if kind == "mlx":
-            mx.eval(result)
-        assert rank == 0 or time.monotonic() - begin > GROUP, f"{name} did not wait"
+        rank_0_is_late()
+        waited, _ = seconds_of(lambda: mx.eval(operation(array(kind), timeout=OWN)))
+        assert rank == 0 or waited > GROUP, f"{name} did not wait"
     fails(lambda: mlxdist.all_sum(array("numpy")) if kind == "numpy" else mx.eval(mlxdist.all_sum(array("mlx"))))
 
 
@@ -77,15 +80,14 @@ def gradients() -> None:
     """An operation's backward pass has its deadline, too."""
     for operation in (mlxdist.sum_scatter, mlxdist.broadcast, mlxdist.all_to_all):
         gradient = mx.grad(lambda x, operation=operation: operation(x, timeout=OWN).sum())(mx.ones((2, 3)))
-        if rank == 0:
-            time.sleep(LATE)
+        rank_0_is_late()
         mx.eval(gradient)
 
 
 def handles() -> None:
     begun = mlxdist.all_sum(array("numpy"), async_op=True, timeout=OWN) if rank else None
+    rank_0_is_late()
     if rank == 0:
-        time.sleep(LATE)
         begun = mlxdist.all_sum(array("numpy"), async_op=True)
     assert np.all(begun.wait() == size)
     fails(lambda: mlxdist.all_sum(array("numpy"), async_op=True).wait())
@@ -94,8 +96,7 @@ def handles() -> None:
 def barriers() -> None:
     started = lambda timeout: mlxdist.barrier(async_op=True, timeout=timeout).wait()
     for barrier in (mlxdist.barrier, group.barrier, started):
-        if rank == 0:
-            time.sleep(LATE)
+        rank_0_is_late()
         barrier(timeout=OWN)
     fails(group.barrier)
 
@@ -105,12 +106,10 @@ def groups() -> None:
     assert part.timeout == group.timeout == GROUP
     group.timeout = OWN
     assert part.timeout == GROUP and group.timeout == OWN
-    if rank == 0:
-        time.sleep(LATE)
+    rank_0_is_late()
     mx.eval(mx.distributed.all_sum(mx.ones(3), group=group.mlx))  # MLX's own have the group's
     group.timeout = 0
-    if rank == 0:
-        time.sleep(LATE)
+    rank_0_is_late()
     mlxdist.all_sum(array("numpy"))
     fails(lambda: mx.eval(mx.distributed.all_sum(mx.ones(3), group=part.mlx)))
 
