@@ -17,8 +17,8 @@ from mlxdist.base.private_files import make_private_directory, open_private
 
 __all__ = ["JitCache"]
 
-# Jobs that run at the same time use different slots; one more than these starts cold.
-SLOTS = 8
+# Jobs that run at the same time use different slots; one more than these starts cold. Tests run 15 at the same time.
+SLOTS = 16
 # A slot whose ranks have more kernels than this is emptied: programs change, and nothing else ever removes the old.
 MAX_FILES = 10_000
 

@@ -1,4 +1,4 @@
-"""One rank of test_order.py. Arguments: the scenario, and what it takes."""
+"""One rank of test_order.py. Arguments: the scenario, and what it takes. One needs mlx-lm."""
 
 import random
 import sys
@@ -11,12 +11,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlxdist
-from mlxdist.nn import ExpertParallelSwitchGLU
 from mlxdist.runtime.label import label_scope
-from mlxdist.train import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import waiting
@@ -185,6 +182,8 @@ def labels_of_gradients_differ() -> None:
 
 def units_differ() -> None:
     """One rank calls another unit of fully_shard than the others."""
+    from mlxdist.train import fully_shard
+
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model)
     x = mx.ones((1, 8))
@@ -195,7 +194,11 @@ def units_differ() -> None:
 
 def experts_differ() -> None:
     """One rank computes the gradient of other experts, of the same shapes, than the others."""
-    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group=group)
+    from mlx_lm.models.switch_layers import SwitchGLU
+
+    from mlxdist.nn import ExpertParallelSwitchGLU
+
+    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group)
     experts.path = f"layers.{int(odd_one)}.switch_mlp"
     mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
 
