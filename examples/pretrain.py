@@ -33,15 +33,15 @@ COUNT = click.IntRange(min=1)
 @click.option("--fsdp", default=1, show_default=True, type=COUNT, help="Ranks that the parameters are sharded over.")
 @click.option("--steps", default=1000, show_default=True, type=COUNT, help="Training steps.")
 @click.option("--batch-size", default=8, show_default=True, type=COUNT, help="Rows of all ranks.")
-@click.option("--accumulate", default=1, show_default=True, type=COUNT, help="Micro-batches of a step.")
+@click.option("--micro-batches", default=1, show_default=True, type=COUNT, help="Micro-batches of a step.")
 @click.option("--length", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens of a row.")
 @click.option("--rate", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Highest learning rate.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
 @click.option("--checkpoints", "directory", default="checkpoints", show_default=True, help="What a restart reads.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an earlier job.")
 def main(
-    model_folder: Path, data: Path, fsdp: int, steps: int, batch_size: int, accumulate: int, length: int, rate: float,
-    seed: int, directory: str, resume: bool,
+    model_folder: Path, data: Path, fsdp: int, steps: int, batch_size: int, micro_batches: int, length: int,
+    rate: float, seed: int, directory: str, resume: bool,
 ) -> None:  # fmt: skip
     """Train a model like MODEL, from random weights, with DATA."""
     mesh = mlxdist.mesh(dp=-1, fsdp=fsdp)
@@ -55,9 +55,11 @@ def main(
 
     dataset = train.load_dataset(data, load_tokenizer(model_folder))
     # Packed: each row is `length` tokens, from all texts one after the other.
-    batches = train.Batches(dataset, batch_size, length, seed=seeds.seed, packed=True, accumulate=accumulate, mesh=mesh)
+    batches = train.Batches(
+        dataset, batch_size, length, seed=seeds.seed, packed=True, micro_batches=micro_batches, mesh=mesh
+    )
     # MLX's nn.value_and_grad, with the gradients of the whole batch: they travel while the backward pass computes.
-    loss_and_gradients = train.value_and_grad(model, default_loss, mesh=mesh, accumulate=accumulate)
+    loss_and_gradients = train.value_and_grad(model, default_loss, mesh=mesh, micro_batches=micro_batches)
     throughput = train.Throughput(train.flops_per_token(model, length), group=mesh.group)
 
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}

@@ -135,7 +135,7 @@ def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
             plan = plan_shards(model, tp, ep, rank_shares=columns)
             if ep > 1 and not any(shard.kind == "experts" for shard in plan.sharded):
                 raise InvalidArgument("the model has no experts that can be on ranks")
-            stage_plan = plan_stages(model, pp, weights=rows) if pp > 1 else None
+            stage_plan = plan_stages(model, pp, rank_shares=rows) if pp > 1 else None
         except InvalidArgument as error:
             if len(grids) == 1:
                 raise InvalidArgument(f"serve: {_name(grid)}: {error}") from error

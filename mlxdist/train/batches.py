@@ -51,7 +51,7 @@ class Batches:
         packed: rows of exactly ``max_seq_length`` tokens, from all samples one after the other; for pretraining. A
             sample then attends to the one before it. False: a sample a row, padded as mlx-lm's iterate_batches does.
         epochs: after which iteration ends, without a last batch that would be smaller; ``None``: it does not end.
-        accumulate: the rows of each rank are a multiple of it: the micro-batches of a step.
+        micro_batches: the rows of each rank are a multiple of it: the micro-batches of a step.
         rank_shares: parts of a batch in proportion to these numbers, one for each rank that has rows of its own; or
             "compute": to the speeds that `mlxdist calibrate` has measured. Gradients then need weights when they are
             averaged. ``None``: equal parts.
@@ -79,7 +79,7 @@ class Batches:
         shuffle: bool = True,
         packed: bool = False,
         epochs: int | None = None,
-        accumulate: int = 1,
+        micro_batches: int = 1,
         rank_shares: RankShares | None = None,
         skip_steps: Collection[int] = (),
         group: GroupLike | None = None,
@@ -91,11 +91,14 @@ class Batches:
         self._ranks = self._everyone if mesh is None else mesh["dp", "fsdp"]
         self.step = self.position = 0
         self._batch_size, self._shuffle, self._epochs = batch_size, bool(shuffle), epochs
-        self._accumulate, self._rank_shares = accumulate, rank_shares
-        same = [batch_size, max_seq_length, seed, shuffle, packed, epochs, accumulate, rank_shares, skip_steps]
+        self._micro_batches, self._rank_shares = micro_batches, rank_shares
+        same = [batch_size, max_seq_length, seed, shuffle, packed, epochs, micro_batches, rank_shares, skip_steps]
         with agreed("Batches", self._everyone, same):
             require_counts(
-                "Batches", max_seq_length=max_seq_length, accumulate=accumulate, epochs=1 if epochs is None else epochs
+                "Batches",
+                max_seq_length=max_seq_length,
+                micro_batches=micro_batches,
+                epochs=1 if epochs is None else epochs,
             )
             if max_seq_length < 2:
                 raise InvalidArgument("Batches: max_seq_length is 1, which leaves no target; take at least 2")
@@ -152,7 +155,7 @@ class Batches:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where a ``state`` was, in its order, with its seed. All ranks call it.
 
-        The number of ranks, their shares, ``batch_size`` and ``accumulate`` may be others than they were.
+        The number of ranks, their shares, ``batch_size`` and ``micro_batches`` may be others than they were.
 
         Args:
             state: what :attr:`state` was.
@@ -182,20 +185,20 @@ class Batches:
         return self._batch_size.sizes if isinstance(self._batch_size, BatchRampUp) else [self._batch_size]
 
     def _check_batch_sizes(self) -> None:
-        unit = self._ranks.size() * self._accumulate
+        unit = self._ranks.size() * self._micro_batches
         for size in self._sizes():
             require_counts("Batches", batch_size=size)
             if self._rank_shares is None and size % unit:
                 down = size - size % unit
                 raise InvalidArgument(
                     f"Batches: a batch of {size} rows does not divide into {self._ranks.size()} ranks x "
-                    f"{self._accumulate} micro-batches; take {f'{down} or ' if down else ''}{down + unit} rows"
+                    f"{self._micro_batches} micro-batches; take {f'{down} or ' if down else ''}{down + unit} rows"
                 )
             self._parts(size)
 
     def _parts(self, size: int) -> list[int]:
         """Of a batch, the rows of each rank."""
-        return split_sizes("Batches", size, self._ranks.size(), self._rank_shares, multiple=self._accumulate)
+        return split_sizes("Batches", size, self._ranks.size(), self._rank_shares, multiple=self._micro_batches)
 
     def _row_at(self, position: int) -> int:
         epoch, place = divmod(position, len(self._rows))

@@ -104,13 +104,13 @@ class MeshConfig(_Settings):
 class PipelineConfig(_Settings):
     """``[pipeline]``: for an axis pp of more than one rank; see :func:`mlxdist.nn.pipeline_schedule`.
 
-    ``weights``: the speeds of the stages; "compute" is what `mlxdist calibrate` has measured.
+    ``rank_shares``: the speeds of the stages; "compute" is what `mlxdist calibrate` has measured.
     """
 
     _table = "pipeline"
     schedule: str = _setting("1f1b", one_of(SCHEDULES))
     virtual: int = _setting(1, number(1, 1024))
-    weights: str = _setting("equal", one_of(("equal", "compute")))
+    rank_shares: str = _setting("equal", one_of(("equal", "compute")))
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,13 @@ def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[Mi
         if length % count:
             down = length - length % count
             raise InvalidArgument(
-                f"{name}: argument {path} has {length} rows, which do not divide into accumulate={count} "
-                f"micro-batches; give {f'{down} or ' if down else ''}{down + count} rows, or another number"
+                f"{name}: argument {path} has {length} rows, which do not divide into micro_batches={count} "
+                f"equal parts; give {f'{down} or ' if down else ''}{down + count} rows, or another number"
             )
     if not lengths:
         raise InvalidArgument(
-            f"{name}: accumulate={count} divides arrays among the arguments along their first axis, but there are none"
+            f"{name}: micro_batches={count} divides arrays among the arguments along their first axis, but there are "
+            "none"
         )
     return [_part(args, kwargs, number, count) for number in range(count)]
 

@@ -40,7 +40,7 @@ class Averaging:
         self.model, self.everyone = model, everyone
         self.ranks = everyone if mesh is None else mesh.group  # that call
         self.alike = everyone if mesh is None else mesh.without("pp")  # that hold the same layers
-        self.plan: BucketPlan | None = None
+        self.bucket_plan: BucketPlan | None = None
         self.axes, self._mesh = axes, mesh
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
         self._structures: dict[tuple, int] = {}
@@ -52,7 +52,7 @@ class Averaging:
 
     def is_for(self, parameters: Parameters) -> bool:
         """Whether the plan is of these parameters."""
-        return self.plan is not None and self._known == _described(parameters)
+        return self.bucket_plan is not None and self._known == _described(parameters)
 
     def gradients(self, parameters: Parameters) -> list[Gradient]:
         """Raises InvalidArgument: one is averaged already over ranks that are no axis of the mesh."""
@@ -95,15 +95,15 @@ class Averaging:
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
         """Makes the plan, of rank 0's order. Collective."""
         order = agree(NAME, self.everyone, None, {}, order)[0].tolist()
-        self.plan = BucketPlan(gradients, order, self._all_reduce_size, self._reduce_dtype)
+        self.bucket_plan = BucketPlan(gradients, order, self._all_reduce_size, self._reduce_dtype)
         self._structures.clear()
         self._known = _described(parameters)
 
     def structure(self, over: tuple[str, ...], is_weighted: bool) -> int:
         """Returns :meth:`BucketPlan.structure` of the messages."""
         if (over, is_weighted) not in self._structures:
-            assert self.plan is not None
-            self._structures[over, is_weighted] = self.plan.structure(is_weighted, over=over)
+            assert self.bucket_plan is not None
+            self._structures[over, is_weighted] = self.bucket_plan.structure(is_weighted, over=over)
         return self._structures[over, is_weighted]
 
     def channel(self, over: tuple[str, ...]) -> "GradientChannel":

@@ -75,7 +75,7 @@ class LostTerms:
             hidden = [
                 mx.zeros((*shape, *passed.shape[1:]), passed.dtype) for passed in stage.boundary(part) if layers.start
             ]
-            is_last = part + 1 == len(stage.plan.ranges)
+            is_last = part + 1 == len(stage.stage_plan.ranges)
             if not is_last or self._shards:
                 reached = self._reached(partial(self._loss_alone, call, chunk), hidden)
                 if is_last:

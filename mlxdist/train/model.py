@@ -114,10 +114,10 @@ def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
     parameters: Any = tree_flatten(model.parameters())
     if (dtype := _DTYPES.get(config.precision.dtype)) is not None:
         model.set_dtype(dtype)
-    weights = None if config.pipeline.weights == "equal" else config.pipeline.weights
+    rank_shares = None if config.pipeline.rank_shares == "equal" else config.pipeline.rank_shares
     with agreed("train", mesh.group):
-        plan = plan_stages(model, mesh.size("pp"), weights=weights, virtual=config.pipeline.virtual)
-    pipeline_parallel(model, group=mesh["pp"], plan=plan)
+        stage_plan = plan_stages(model, mesh.size("pp"), rank_shares=rank_shares, virtual=config.pipeline.virtual)
+    pipeline_parallel(model, group=mesh["pp"], stage_plan=stage_plan)
     held = dict(cast(Any, tree_flatten(model.parameters())))
     model.update(tree_unflatten([pair for pair in parameters if pair[0] in held]))
 

@@ -103,24 +103,24 @@ class StepGradients:
 
     def _averaged(self, parameters: Parameters, sums: dict[int, mx.array]) -> list[mx.array]:
         """The sums over micro-batches, averaged. What has been computed leaves while the rest is computed."""
-        averaging, plan = self._averaging, self._averaging.plan
-        assert plan is not None
+        averaging, bucket_plan = self._averaging, self._averaging.bucket_plan
+        assert bucket_plan is not None
         divisor, stream = self._divisor(), GradientChannel.stream
         unfinished = self._sums.unfinished()
-        for bucket in plan.buckets:
+        for bucket in bucket_plan.buckets:
             over: Any = bucket.over
             if not over:
                 continue
             channel = averaging.channel(over)
-            packed = plan.pack(bucket, sums).astype(bucket.wire_dtype)
+            packed = bucket_plan.pack(bucket, sums).astype(bucket.wire_dtype)
             total = channel.add_up(packed, averaging.structure(over, self._loss.is_weighted))
             total = total.astype(bucket.sum_dtype, stream=stream)
             mean = mx.divide(total, divisor * channel.size, stream=stream)
             # MLX computes what is asked for, in the order of asking: the backward pass up to this bucket, and no more.
             mx.async_eval(mean, unfinished)
             unfinished = []
-            plan.unpack(bucket, mean, sums)
-        for place, gradient in enumerate(plan.gradients):
+            bucket_plan.unpack(bucket, mean, sums)
+        for place, gradient in enumerate(bucket_plan.gradients):
             if not gradient.over and (self._loss.is_weighted or self._loss.micro_batches > 1):
                 sums[place] = (sums[place].astype(sum_dtype(gradient.dtype)) / divisor).astype(gradient.dtype)
         return [sums[place].astype(array.dtype) for place, (_, array) in enumerate(parameters)]

@@ -107,14 +107,14 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
         model,
         trained_loss,
         mesh=mesh,
-        accumulate=config.grad_accumulation_steps,
+        micro_batches=config.grad_accumulation_steps,
         schedule=config.pipeline.schedule if mesh.size("pp") > 1 else None,
     )
     # A scaled loss has a guard of its own.
     guard = None if mixed is not None and mixed.is_scaled else GradientGuard(group=mesh.group)
     throughput = Throughput(flops(config.max_seq_length), recompute=float(config.grad_checkpoint), group=mesh.group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds, "fingerprint": fingerprint}
-    settings, accumulate, stopped = config.checkpoints, config.grad_accumulation_steps, False
+    settings, micro_batches, stopped = config.checkpoints, config.grad_accumulation_steps, False
     loss: float | None = None
     validation_loss, output = math.nan, None
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
                 checkpoints.save(batches.step, state)
             if stopped := decision.stop:
                 break
-            iteration, before = (step * accumulate for step in (batches.step, batches.before(batches.step)))
+            iteration, before = (step * micro_batches for step in (batches.step, batches.before(batches.step)))
             if batches.step == 0 or is_due(iteration, before, config.steps_per_eval):
                 validate()
             batch, lengths = next(batches)
@@ -263,12 +263,12 @@ def _batches(
         return dataset
 
     make = partial(Batches, max_seq_length=config.max_seq_length, packed=config.pack, mesh=mesh)
-    accumulate = config.grad_accumulation_steps
+    micro_batches = config.grad_accumulation_steps
     batches = make(
         load("train"),
-        config.batch_size * accumulate,
+        config.batch_size * micro_batches,
         seed=seed,
-        accumulate=accumulate,
+        micro_batches=micro_batches,
         rank_shares=None if config.rank_shares == "equal" else config.rank_shares,
         skip_steps=config.skip_steps,
     )

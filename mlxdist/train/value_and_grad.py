@@ -33,7 +33,7 @@ def value_and_grad(
     *,
     group: GroupLike | None = None,
     mesh: Mesh | None = None,
-    accumulate: int = 1,
+    micro_batches: int = 1,
     all_reduce_size: int = DEFAULT_BUCKET_BYTES,
     reduce_dtype: mx.Dtype | None = None,
     schedule: str | Schedule | None = None,
@@ -47,7 +47,7 @@ def value_and_grad(
 
     Parameters of :func:`fully_shard` are averaged by it over its group, and here over the other axes of ``mesh`` alone.
 
-    A model of :func:`pipeline_parallel` is trained by a schedule, with ``accumulate`` micro-batches. All ranks of
+    A model of :func:`pipeline_parallel` is trained by a schedule of ``micro_batches``. All ranks of
     ``mesh["pp"]`` have the same arguments, and call ``fn``, which calls the model once: there the model is this rank's
     stage, and what ``fn`` computes after it counts on the last one alone. What a loss has besides, of parameters or of
     activations inside the model, each stage gives by :func:`stage_loss`. Gradients of what several stages hold (an
@@ -66,8 +66,8 @@ def value_and_grad(
             4 bytes. Without, all ranks count the same.
         group: the ranks to average over; ``None``, without ``mesh``, is the group of ``mlxdist.init()``.
         mesh: instead of ``group``: averaged over its axes dp, fsdp and cp.
-        accumulate: into how many micro-batches the arrays among the arguments are split, along their first axis. Their
-            gradients are added up, those of 16 bits in float32, and averaged over the ranks with the last one.
+        micro_batches: into how many the arrays among the arguments are split, along their first axis. Their gradients
+            are added up, those of 16 bits in float32, and averaged over the ranks with the last one.
         all_reduce_size: how many bytes share one message at most; 32 MiB by default. At 0, each leaf travels alone.
         reduce_dtype: in which gradients travel and are added up. ``None``: those of float16 and bfloat16 in float32,
             the others in their own.
@@ -95,63 +95,63 @@ def value_and_grad(
     else:
         everyone = group_of(group)
         axes = {"group": everyone} if everyone.size() > 1 else {}
-    plan: Schedule | None = None
-    options = {"accumulate": accumulate, "all_reduce_size": all_reduce_size, "reduce_dtype": reduce_dtype}
+    actions: Schedule | None = None
+    options = {"micro_batches": micro_batches, "all_reduce_size": all_reduce_size, "reduce_dtype": reduce_dtype}
     with agreed(NAME, everyone if mesh is None else mesh.group, options | {"schedule": schedule}):
-        _check(model, fn, group is not None and mesh is not None, accumulate, all_reduce_size)
+        _check(model, fn, group is not None and mesh is not None, micro_batches, all_reduce_size)
         check_reduce_dtype(NAME, reduce_dtype)
         if stage is None and schedule is not None:
             raise InvalidArgument(f"{NAME}: a schedule is for a model in stages; call pipeline_parallel(model) first")
         if stage is not None and stage.stages > 1:
-            plan = _schedule_of(model, stage, mesh, schedule, accumulate)
+            actions = _schedule_of(model, stage, mesh, schedule, micro_batches)
     averaging = Averaging(model, everyone, axes, mesh, all_reduce_size, reduce_dtype)
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        loss = StepLoss(averaging, fn, accumulate)
+        loss = StepLoss(averaging, fn, micro_batches)
         sums: GradientSums = FullModelGradients(loss)
-        if plan is not None and stage is not None:
-            sums = PipelineGradients(loss, plan, stage)
+        if actions is not None and stage is not None:
+            sums = PipelineGradients(loss, actions, stage)
         return StepGradients(loss, sums).run(args, kwargs)
 
     return call
 
 
 def _schedule_of(
-    model: nn.Module, stage: Stage, mesh: Mesh | None, schedule: str | Schedule | None, accumulate: int
+    model: nn.Module, stage: Stage, mesh: Mesh | None, schedule: str | Schedule | None, micro_batches: int
 ) -> Schedule:
     """The schedule of a model in stages, checked."""
     if mesh is None or mesh["pp"] is not stage.group:
         raise InvalidArgument(f'{NAME}: a model in stages needs mesh=, whose axis pp is that of the stages: mesh["pp"]')
     virtual = len(stage.chunks)
     if schedule is None or isinstance(schedule, str):
-        schedule = pipeline_schedule(schedule or "1f1b", stage.stages, accumulate, virtual)
+        schedule = pipeline_schedule(schedule or "1f1b", stage.stages, micro_batches, virtual)
     if not isinstance(schedule, Schedule):
         raise InvalidArgument(f"{NAME}: schedule must be a Schedule or its name, not {schedule!r:.80}")
-    asked, has = (stage.stages, accumulate, virtual), (schedule.stages, schedule.micro_batches, schedule.virtual)
+    asked, has = (stage.stages, micro_batches, virtual), (schedule.stages, schedule.micro_batches, schedule.virtual)
     if asked != has:
         raise InvalidArgument(
             f"{NAME}: the schedule is for {has[0]} stages, {has[1]} micro-batches and {has[2]} virtual stages, and "
-            f"there are {asked[0]}, accumulate={asked[1]} and {asked[2]}"
+            f"there are {asked[0]}, micro_batches={asked[1]} and {asked[2]}"
         )
     schedule.check()
     for path, module in model.named_modules():
         if (unit := getattr(module, "_unit", None)) is not None and unit.stage != 1:
             raise InvalidArgument(
                 f"{NAME}: '{path}' is sharded by fully_shard(stage={unit.stage}), which would reduce its gradients "
-                f"after each micro-batch, {accumulate} times a step, while other stages wait for it; take stage=1"
+                f"after each micro-batch, {micro_batches} times a step, while other stages wait for it; take stage=1"
             )
     return schedule
 
 
-def _check(model: Any, fn: Any, both: bool, accumulate: Any, all_reduce_size: Any) -> None:
+def _check(model: Any, fn: Any, both: bool, micro_batches: Any, all_reduce_size: Any) -> None:
     if both:
         raise InvalidArgument(f"{NAME}: give either group or mesh; a mesh says what its axes dp, fsdp and cp are")
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"{NAME}: model must be an nn.Module, not a {type(model).__name__}")
     if not callable(fn):
         raise InvalidArgument(f"{NAME}: fn must be a function that returns the loss, not a {type(fn).__name__}")
-    if type(accumulate) is not int or accumulate < 1:
-        raise InvalidArgument(f"{NAME}: accumulate is {accumulate!r}; give a number of micro-batches from 1")
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise InvalidArgument(f"{NAME}: micro_batches is {micro_batches!r}; give a number of micro-batches from 1")
     if type(all_reduce_size) is not int or all_reduce_size < 0:
         raise InvalidArgument(f"{NAME}: all_reduce_size is {all_reduce_size!r}; give a number of bytes from 0")

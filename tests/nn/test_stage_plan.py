@@ -17,12 +17,12 @@ MODELS = {layers: tiny_models.build("qwen3_moe", num_hidden_layers=layers) for l
 
 def slowest(plan, ranges, link):
     """How long the slowest of these stages takes, and all bytes that are sent."""
-    weights, costs = plan.weights or (1.0,) * plan.stages, []
+    rank_shares, costs = plan.rank_shares or (1.0,) * plan.stages, []
     head = plan.outside_bytes["after"] + plan.outside_bytes["both"]
     for number, (start, stop) in enumerate(ranges):
         received = plan.message_bytes[1] if number else 0  # it is the same for all layers of this model
         work = sum(plan.layer_bytes[start:stop]) + (head if stop == len(plan.layer_bytes) else 0)
-        costs.append(work / weights[number % plan.stages] + (received / link if link else 0))
+        costs.append(work / rank_shares[number % plan.stages] + (received / link if link else 0))
     return max(costs)
 
 
@@ -34,10 +34,10 @@ def test_the_best_of_all_plans(data):
     virtual = data.draw(st.integers(1, 2))
     stages = data.draw(st.integers(1, max(1, layers // virtual)))
     numbers = st.lists(st.floats(0.1, 10), min_size=stages, max_size=stages)
-    weights, link = data.draw(st.none() | numbers), data.draw(st.none() | st.floats(1e-3, 10))
+    rank_shares, link = data.draw(st.none() | numbers), data.draw(st.none() | st.floats(1e-3, 10))
     if stages * virtual > layers:
         return
-    plan = plan_stages(MODELS[layers], stages, weights=weights, link=link, virtual=virtual)
+    plan = plan_stages(MODELS[layers], stages, rank_shares=rank_shares, link=link, virtual=virtual)
     assert [start for start, _ in plan.ranges] == [0, *(stop for _, stop in plan.ranges[:-1])]
     assert plan.ranges[-1][1] == layers and all(start < stop for start, stop in plan.ranges)
     assert sorted(number for stage in range(stages) for number in plan.layers(stage)) == list(range(layers))
@@ -79,7 +79,7 @@ def test_memory_of_each_stage_moves_layers():
 
 def test_stages_that_are_twice_as_fast_have_twice_the_layers():
     model = tiny_models.build("qwen3", num_hidden_layers=12, vocab_size=8)
-    assert [len(plan_stages(model, 2, weights=pair).layers(0)) for pair in ([2, 1], [1, 1], [1, 2])] == [8, 6, 4]
+    assert [len(plan_stages(model, 2, rank_shares=pair).layers(0)) for pair in ([2, 1], [1, 1], [1, 2])] == [8, 6, 4]
 
 
 @pytest.mark.parametrize("word", ["memory", "compute"])
@@ -87,9 +87,9 @@ def test_measured_weights(monkeypatch, word):
     """Of the ranks of a stage the slowest counts: four ranks are two stages of two."""
     monkeypatch.setenv(f"MLXDIST_RANK_SHARES_{word.upper()}", "8,2,1,4")
     model = tiny_models.build("qwen3", num_hidden_layers=12, vocab_size=8)
-    assert plan_stages(model, 2, weights=word).weights == (2.0, 1.0)
+    assert plan_stages(model, 2, rank_shares=word).rank_shares == (2.0, 1.0)
     with pytest.raises(InvalidArgument, match="4 ranks of the job, which are not 3 equal stages"):
-        plan_stages(model, 3, weights=word)
+        plan_stages(model, 3, rank_shares=word)
 
 
 @pytest.mark.long
@@ -117,7 +117,7 @@ def test_nothing_is_evaluated():
 
 
 def test_the_table():
-    text = str(plan_stages(tiny_models.build("llama"), 2, weights=[3, 1]))
+    text = str(plan_stages(tiny_models.build("llama"), 2, rank_shares=[3, 1]))
     lines = text.splitlines()
     assert lines[0] == "llama: 4 layers in 2 stages" and len(lines) == 4
     assert lines[1].split() == ["stage", "layers", "and", "speed", "work", "parameters", "sends", "a", "token"]
@@ -133,10 +133,13 @@ def test_the_table():
         ({"stages": 5}, "llama can be cut in 4 stages at most, and 5 were asked for"),
         ({"stages": 2, "virtual": 3}, "llama can be cut in 4 stages at most, and 6"),
         ({"stages": 2, "virtual": 0}, "virtual must be from 1"),
-        ({"stages": 2, "weights": [1]}, "weights"),
-        ({"stages": 2, "weights": [1, -1]}, "weights"),
-        ({"stages": 2, "weights": "speed"}, 'weights must be 2 numbers, one per stage, or "memory" or "compute"'),
-        ({"stages": 2, "weights": "memory"}, "needs a job whose hosts are measured"),
+        ({"stages": 2, "rank_shares": [1]}, "rank_shares"),
+        ({"stages": 2, "rank_shares": [1, -1]}, "rank_shares"),
+        (
+            {"stages": 2, "rank_shares": "speed"},
+            'rank_shares must be 2 numbers, one per stage, or "memory" or "compute"',
+        ),
+        ({"stages": 2, "rank_shares": "memory"}, "needs a job whose hosts are measured"),
         ({"stages": 2, "link": 0}, "link must be a positive number"),
         ({"stages": 2, "memory": [1]}, "memory must be bytes, one number or 2"),
         ({"stages": 2, "memory": 0.5}, "memory must be bytes"),
@@ -154,8 +157,8 @@ def test_bad_input(options, words):
         {"ranges": [[0, 4], [4, 4]]},
         {"ranges": [[0, 4]]},
         {"stages": 3},
-        {"weights": [1.0]},
-        {"weights": [float("nan"), 1.0]},
+        {"rank_shares": [1.0]},
+        {"rank_shares": [float("nan"), 1.0]},
         {"layer_bytes": [-1, 1, 1, 1]},
         {"layer_bytes": "1111"},
         {"outside_bytes": {}},

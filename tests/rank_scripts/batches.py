@@ -57,8 +57,8 @@ def any_batches() -> None:
     drawn = random.Random(9)
     alone = group.split(rank)
     for _ in range(60):
-        accumulate = drawn.randint(1, 3)
-        batch_size = size * accumulate * drawn.randint(1, 3)
+        micro_batches = drawn.randint(1, 3)
+        batch_size = size * micro_batches * drawn.randint(1, 3)
         count = batch_size + drawn.randint(0, 40)
         dataset = [[number + 1] * drawn.randint(1, 6) for number in range(count)]
         options = {"seed": drawn.randrange(2**63), "shuffle": drawn.random() < 0.7}
@@ -66,14 +66,14 @@ def any_batches() -> None:
         if drawn.random() < 0.3 and sum(map(len, dataset)) > 3 * batch_size:
             options |= {"packed": True, "max_seq_length": 3}
         shares = [drawn.uniform(0.5, 4) for _ in range(size)] if drawn.random() < 0.5 else None
-        ours = train.Batches(dataset, batch_size, accumulate=accumulate, rank_shares=shares, **options)
+        ours = train.Batches(dataset, batch_size, micro_batches=micro_batches, rank_shares=shares, **options)
         theirs = train.Batches(dataset, batch_size, group=alone, **options)
         if drawn.random() < 0.5:
             theirs.restore(theirs.state | {"position": drawn.randrange(10**9), "step": drawn.randrange(8)})
             ours.restore(theirs.state)
         for _ in range(4):
             batch, lengths = next(ours)
-            assert len(batch) % accumulate == 0 and lengths.shape == (len(batch), 2)
+            assert len(batch) % micro_batches == 0 and lengths.shape == (len(batch), 2)
             assert sum(gathered(numbers((batch, lengths))), []) == numbers(next(theirs))
             assert ours.state == theirs.state
 

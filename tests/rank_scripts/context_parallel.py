@@ -165,8 +165,8 @@ def masked(method: str, axis: str = "") -> None:
         lengths = mx.array([targets] * (rows - 1) + [[targets[0], max(targets[0], targets[1] - 1)]])
         (want, count), expected = nn.value_and_grad(whole, plain)(whole, batch, lengths)
         expected = dict(tree_flatten(expected))
-        for fn, accumulate in (masked_loss, 1), (plain, 2):
-            step = train.value_and_grad(model, partial(fn, cp=cp), mesh=mesh, accumulate=accumulate)
+        for fn, micro_batches in (masked_loss, 1), (plain, 2):
+            step = train.value_and_grad(model, partial(fn, cp=cp), mesh=mesh, micro_batches=micro_batches)
             (got, own_count), gradients = step(model, batch[own], lengths[own])
             sums = mlxdist.all_sum(mx.stack([mx.where(own_count > 0, got * own_count, 0), own_count]), group=data)
             assert sums[1].item() == count.item(), (targets, sums, count)

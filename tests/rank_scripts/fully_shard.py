@@ -446,7 +446,7 @@ def accumulated() -> None:
         unused = micro * (stage == 3)  # embeddings have no use for what is gathered once more
         looked_up = unused * model.embed.weight.nbytes
         fully_shard(model, stage=stage)
-        step = value_and_grad(model, loss_of, accumulate=micro)
+        step = value_and_grad(model, loss_of, micro_batches=micro)
         plain = nn.value_and_grad(reference, loss_of)
         ours, theirs = optim.SGD(0.1), optim.SGD(0.1)
         for seed in range(3):
@@ -496,7 +496,7 @@ def random_numbers_of_a_first_step() -> None:
         noise = mx.random.uniform()
         return loss_of(model, tokens, targets) * noise, targets.size, noise
 
-    step = value_and_grad(model, loss, accumulate=2)
+    step = value_and_grad(model, loss, micro_batches=2)
     for seed in (1, 1):
         mx.random.seed(5)
         (_, _, noises), _ = step(model, *(mine(array) for array in batch(seed, rows=2)))
@@ -515,7 +515,7 @@ def left_out() -> None:
 
     fully_shard(model, stage=1)
     tokens, targets = batch(1)
-    step = value_and_grad(model, loss, accumulate=2)
+    step = value_and_grad(model, loss, micro_batches=2)
     with pytest.raises((mlxdist.InvalidArgument, mlxdist.Aborted), match="leaves out a module of fully_shard"):
         step(model, mine(tokens), mine(targets))
 

@@ -198,7 +198,7 @@ def experts_differ() -> None:
 
     from mlxdist.nn import ExpertParallelSwitchGLU
 
-    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group)
+    experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group=group)
     experts.path = f"layers.{int(odd_one)}.switch_mlp"
     mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
 

@@ -63,7 +63,7 @@ def models(*names):
         same(name, got, expected)
         held = [path for path, _ in tree_flatten(model.parameters())]
         everyones = mlxdist.all_sum(np.array([sum(x.nbytes for _, x in tree_flatten(model.parameters()))]))
-        plan = model.stage.plan
+        plan = model.stage.stage_plan
         assert everyones[0] == sum(map(plan.bytes, range(size))), name
         assert len(held) == len(set(held))
         # Caches of other stages' layers hold nothing, and are as long.
@@ -79,7 +79,7 @@ def cuts(name):
     """Uneven stages, and virtual ones, each of which the logits pass in turn."""
     full = tiny_models.build(name, num_hidden_layers=9)
     expected, _ = logits(full, PROMPT, 2)
-    for options in ({"weights": range(1, size + 1)}, {"virtual": 2}, {"virtual": 3 if size < 4 else 2}):
+    for options in ({"rank_shares": range(1, size + 1)}, {"virtual": 2}, {"virtual": 3 if size < 4 else 2}):
         model = tiny_models.build(name, num_hidden_layers=9)
         plan = plan_stages(model, size, **options)
         pipeline_parallel(model, group=group, plan=plan)
@@ -218,7 +218,11 @@ def loading(directory, tp):
             save_adapters(folder / "adapters", folder, seed=1, keys=["self_attn.q_proj", "mlp.down_proj"])
         group.meet()
         expected, _ = logits(full, PROMPT)
-        for options in ({}, {"stream": True}, {"stage_plan": plan_stages(full, stages, weights=range(1, stages + 1))}):
+        for options in (
+            {},
+            {"stream": True},
+            {"stage_plan": plan_stages(full, stages, rank_shares=range(1, stages + 1))},
+        ):
             reports = []
             streamed = "stream" in options
             path = folder if rank == 0 or not streamed else None
@@ -253,7 +257,7 @@ def bad_input():
     refused("does not call each layer once", tiny_models.build("iquestloopcoder"))
     refused("another model", llama, plan_stages(tiny_models.build("llama", num_hidden_layers=5), size))
     refused(f"has 1 stages, and the group {size} ranks", llama, plan_stages(llama, 1))
-    own = plan_stages(llama, size, weights=[4 if stage == rank else 1 for stage in range(size)])
+    own = plan_stages(llama, size, rank_shares=[4 if stage == rank else 1 for stage in range(size)])
     refused("the ranks disagree", llama, own)
     refused("the ranks disagree", tiny_models.build("llama", num_hidden_layers=8 + rank))
     stage = pipeline_parallel(llama, group=group).stage

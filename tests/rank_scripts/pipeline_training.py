@@ -105,7 +105,7 @@ def schedules(name, virtual):
         batch = batch_of(2 * count)
         expected = by_reference(full, batch, count)
         for schedule in ("gpipe", "1f1b", "zero_bubble"):
-            step = value_and_grad(model, default_loss, mesh=mesh, accumulate=count, schedule=schedule)
+            step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=count, schedule=schedule)
             for _ in range(2):
                 compare(model, *step(model, *batch), *expected)
             if size == 1:  # all of it is one stage
@@ -134,8 +134,8 @@ def with_data_parallel(name):
     full, model = tiny_models.build(name), staged(name, mesh)
     batch = batch_of(12)
     expected = nn.value_and_grad(full, default_loss)(full, *batch)
-    for accumulate in (1, 3):
-        step = value_and_grad(model, default_loss, mesh=mesh, accumulate=accumulate)
+    for micro_batches in (1, 3):
+        step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=micro_batches)
         for _ in range(2):
             (loss, tokens), gradients = step(model, *share(batch, mesh))
             sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens]), group=mesh["dp"])
@@ -150,7 +150,7 @@ def with_tensor_parallel(name):
     pipeline_parallel(model, group=mesh["pp"])
     batch = batch_of(8)
     value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4)
     found, gradients = step(model, *batch)
     for a, b in zip(found, value, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-6)
@@ -174,7 +174,7 @@ def norms(name):
     full, model = tiny_models.build(name), staged(name, mesh)
     batch = batch_of(8)
     _, expected = by_reference(full, batch, 4)
-    _, gradients = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch)
+    _, gradients = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4)(model, *batch)
     same_norm(model, gradients, expected, mesh)
 
 
@@ -185,7 +185,7 @@ def with_context_parallel(name):
     context_parallel(model, group=mesh["cp"])
     pipeline_parallel(model, group=mesh["pp"])
     alone = mlxdist.mesh(dp=size)["cp"]
-    step = value_and_grad(model, masked_loss, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, masked_loss, mesh=mesh, micro_batches=4)
     tokens, lengths = batch_of(8)
     for batch in (tokens, lengths), (tokens, mx.array([[0, 2]] * 8)):
         value, expected = nn.value_and_grad(full, masked_loss)(full, *batch, cp=alone)
@@ -206,7 +206,7 @@ def with_sharded_optimizer(name, checkpointed=""):
     value, expected = nn.value_and_grad(full, default_loss)(full, *batch)
     where, wanted = cuts(model), dict(tree_flatten(expected))
     for schedule in ("gpipe", "1f1b", "zero_bubble"):
-        step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule=schedule)
+        step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4, schedule=schedule)
         for _ in range(2):
             (loss, tokens), gradients = step(model, *share(batch, mesh))
             sums = mlxdist.all_sum(mx.stack([loss * tokens, tokens.astype(mx.float32)]), group=mesh["fsdp"])
@@ -222,12 +222,12 @@ def with_sharded_optimizer(name, checkpointed=""):
         return loss + stage_loss(model, squares), tokens
 
     with pytest.raises(mlxdist.InvalidArgument, match="is made of '.*' itself, of which this rank has a part"):
-        value_and_grad(model, penalized, mesh=mesh, accumulate=4)(model, *share(batch, mesh))
+        value_and_grad(model, penalized, mesh=mesh, micro_batches=4)(model, *share(batch, mesh))
     for stage in (2, 3):
         other = staged(name, mesh)
         fully_shard(other, mesh=mesh, stage=stage)
         with pytest.raises(mlxdist.InvalidArgument, match=f"fully_shard\\(stage={stage}\\).* each micro-batch"):
-            value_and_grad(other, default_loss, mesh=mesh, accumulate=4)
+            value_and_grad(other, default_loss, mesh=mesh, micro_batches=4)
 
 
 def with_checkpointing(name):
@@ -238,7 +238,7 @@ def with_checkpointing(name):
     expected = by_reference(full, batch, 4)
     grad_checkpoint(model.layers[0])
     pipeline_parallel(model, group=mesh["pp"])
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4, schedule="zero_bubble")
     compare(model, *step(model, *batch), *expected)
 
 
@@ -255,7 +255,7 @@ def adapters(name, layers):
     pipeline_parallel(model, group=mesh["pp"])
     batch = batch_of(8)
     expected = nn.value_and_grad(full, default_loss)(full, *batch)
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4)
     value, gradients = step(model, *batch)
     assert all("lora" in path for path, _ in tree_flatten(gradients))
     compare(model, value, gradients, *expected)
@@ -265,7 +265,7 @@ def training(name):
     """Five steps of Adam end with the parameters of one process, also those that two stages hold."""
     mesh = mlxdist.mesh(pp=size)
     full, model = tiny_models.build(name), staged(name, mesh)
-    step, alone = value_and_grad(model, default_loss, mesh=mesh, accumulate=4), nn.value_and_grad(full, default_loss)
+    step, alone = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4), nn.value_and_grad(full, default_loss)
     first, second = optim.SGD(0.01), optim.SGD(0.01)
     for number in range(5):
         batch = batch_of(8, seed=number)
@@ -294,12 +294,12 @@ def other_losses():
         losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * mask
         return losses.sum() / mask.sum(), mask.sum(), logits.max()
 
-    step = value_and_grad(model, mean, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, mean, mesh=mesh, micro_batches=4)
     value, gradients = step(model, tokens)
     wanted, expected = nn.value_and_grad(full, mean)(full, tokens)
     compare(model, [value], gradients, [wanted], expected)
     lengths = mx.where(mx.arange(8)[:, None] < 2, 0, 5)  # the first micro-batch has none
-    (loss, count, highest), gradients = value_and_grad(model, more, mesh=mesh, accumulate=4)(model, tokens, lengths)
+    (loss, count, highest), gradients = value_and_grad(model, more, mesh=mesh, micro_batches=4)(model, tokens, lengths)
     (wanted, total, most), expected = nn.value_and_grad(full, more)(full, tokens, lengths)
     compare(model, [loss, count, mx.max(mx.stack(highest))], gradients, [wanted, total, most], expected)
 
@@ -316,7 +316,9 @@ def dtypes():
         full.set_dtype(dtype)
         model.set_dtype(dtype)
         pipeline_parallel(model, group=mesh["pp"])
-        value, gradients = value_and_grad(model, mean, mesh=mesh, accumulate=4, schedule="zero_bubble")(model, tokens)
+        value, gradients = value_and_grad(model, mean, mesh=mesh, micro_batches=4, schedule="zero_bubble")(
+            model, tokens
+        )
         wanted, expected = nn.value_and_grad(full, mean)(full, tokens)
         assert value.dtype == wanted.dtype and abs(value.item() - wanted.item()) < 0.05
         expected = dict(tree_flatten(expected))
@@ -329,7 +331,7 @@ def counted(name):
     """Messages: a micro-batch's activation and its gradient pass each boundary once, and nothing else but the loss."""
     mesh = mlxdist.mesh(pp=size)
     model = staged(name, mesh)
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4)
     batch = batch_of(8)
 
     def sent_after_a_step():
@@ -386,7 +388,7 @@ def own_terms(name, virtual=1):
         )
 
     wanted, expected = nn.value_and_grad(full, penalty)(full, batch[0])
-    value, gradients = value_and_grad(model, penalty, mesh=mesh, accumulate=4)(model, batch[0])
+    value, gradients = value_and_grad(model, penalty, mesh=mesh, micro_batches=4)(model, batch[0])
     compare(model, [value], gradients, [wanted], expected, 1e-4)
     np.testing.assert_allclose(penalty(model, batch[0]).item(), wanted.item(), rtol=1e-5)  # without gradients
 
@@ -402,7 +404,7 @@ def lost_terms():
             return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean") + term(logits)
 
         with pytest.raises(mlxdist.InvalidArgument, match=words):
-            value_and_grad(model, loss, mesh=mesh, accumulate=2)(model, tokens)
+            value_and_grad(model, loss, mesh=mesh, micro_batches=2)(model, tokens)
 
     squares = lambda tree: sum((p * p).sum() for _, p in tree_flatten(tree))
     lost = r"depends on 'model.layers.0.*' of stage 0 not only .* train.stage_loss\(model, term\)"
@@ -443,7 +445,7 @@ def frozen_on_one_stage():
     """What two stages hold is frozen on one of them: a Mismatch on all, before any message of the step."""
     mesh, batch = mlxdist.mesh(pp=size), batch_of(4)
     model = staged("gemma", mesh)
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=2)
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=2)
     if rank == 0:
         model.model.embed_tokens.freeze()
     with pytest.raises(
@@ -466,8 +468,8 @@ def bad_input():
         with pytest.raises(kind, match=words):
             call()
 
-    make = partial(value_and_grad, model, default_loss, mesh=mesh, accumulate=4)
-    refused("needs mesh=", lambda: value_and_grad(model, default_loss, accumulate=4))
+    make = partial(value_and_grad, model, default_loss, mesh=mesh, micro_batches=4)
+    refused("needs mesh=", lambda: value_and_grad(model, default_loss, micro_batches=4))
     refused("no schedule 'fast'", lambda: make(schedule="fast"))
     refused("is for .* 3 micro-batches", lambda: make(schedule=pipeline_schedule("1f1b", size, 3)))
     if size > 1:
@@ -482,11 +484,11 @@ def bad_input():
                 lambda o=other: pipeline_parallel(o, group=group),
             )
     rows = tuple(x[:7] for x in batch)
-    refused("7 rows, which do not divide into accumulate=4", lambda: make()(model, *rows))
+    refused("7 rows, which do not divide into micro_batches=4", lambda: make()(model, *rows))
     twice = lambda model, tokens: model(tokens).sum() + model(tokens).sum()
     refused(
         "calls it once.*7\\), \\(2, 7",
-        lambda: value_and_grad(model, twice, mesh=mesh, accumulate=4)(model, batch[0][:, :-1]),
+        lambda: value_and_grad(model, twice, mesh=mesh, micro_batches=4)(model, batch[0][:, :-1]),
     )
     plain = tiny_models.build("qwen3")
     refused(
@@ -504,7 +506,7 @@ def other_dtype():
     with pytest.raises(
         (mlxdist.InvalidArgument, mlxdist.Aborted), match="float16 of shape .*float32 of shape .batch, length, 64."
     ):
-        mx.eval(value_and_grad(model, default_loss, mesh=mesh, accumulate=4)(model, *batch))
+        mx.eval(value_and_grad(model, default_loss, mesh=mesh, micro_batches=4)(model, *batch))
 
 
 def killed():
@@ -519,7 +521,7 @@ def killed():
             os.kill(os.getpid(), signal.SIGKILL)
         return default_loss(model, tokens, lengths)
 
-    step = value_and_grad(model, loss, mesh=mesh, accumulate=4)
+    step = value_and_grad(model, loss, mesh=mesh, micro_batches=4)
     with pytest.raises((mlxdist.PeerLost, mlxdist.Aborted)):
         for _ in range(10):
             mx.eval(step(model, *batch))

@@ -77,7 +77,7 @@ def chosen() -> None:
     assert headless.name == "pp=2" and "tp=2: heads of model.layers.0.self_attn" in headless.reason
     os.environ["MLXDIST_RANK_SHARES_MEMORY"] = "3,1"
     assert served("qwen3").plan.rank_shares == (3.0, 1.0)
-    assert place(base / "mamba2", group, Layout()).stage_plan.weights == (3.0, 1.0)
+    assert place(base / "mamba2", group, Layout()).stage_plan.rank_shares == (3.0, 1.0)
     assert place(base / "qwen3", group, Layout(rank_shares=[1.0, 1.0])).plan.rank_shares is None
     os.environ["MLXDIST_RANK_SHARES_MEMORY"] = "1,1"
     assert place(base / "qwen3", group, Layout()).plan.rank_shares is None

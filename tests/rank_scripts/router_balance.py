@@ -65,8 +65,8 @@ if mesh.size("fsdp") > 1:
 routers, where, data = RouterBalance(model), cuts(model), mesh["dp", "fsdp"]
 own = slice(data.rank() * ROWS // data.size(), (data.rank() + 1) * ROWS // data.size())
 loss = partial(masked_loss, cp=mesh["cp"], routers=routers, coefficient=COEFFICIENT)
-for accumulate in (1, 2):
-    (value, tokens), gradients = value_and_grad(model, loss, mesh=mesh, accumulate=accumulate)(
+for micro_batches in (1, 2):
+    (value, tokens), gradients = value_and_grad(model, loss, mesh=mesh, micro_batches=micro_batches)(
         model, batch[own], lengths[own]
     )
     sums = mlxdist.all_sum(mx.stack([value * tokens, tokens.astype(mx.float32)]), group=data)

@@ -92,11 +92,14 @@ def whole_batch() -> None:
     model, (tokens, _) = model_of(), sequences(12)
     loss, expected = nn.value_and_grad(model, lambda tokens: mean_loss(model, tokens))(tokens)
     before = model.parameters()
-    for accumulate in (1, 12 // size) if size > 1 else (1, 3):
+    for micro_batches in (1, 12 // size) if size > 1 else (1, 3):
         results = []
         for all_reduce_size in (0, 64, 300, 2**25):
             step = train.value_and_grad(
-                model, lambda tokens: mean_loss(model, tokens), accumulate=accumulate, all_reduce_size=all_reduce_size
+                model,
+                lambda tokens: mean_loss(model, tokens),
+                micro_batches=micro_batches,
+                all_reduce_size=all_reduce_size,
             )
             for _ in range(2):
                 own, gradients = step(tokens[share(12)])
@@ -123,8 +126,8 @@ def unequal_shares() -> None:
         (loss, count), expected = nn.value_and_grad(model, lambda *batch: token_loss(model, *batch))(
             tokens[: ends[size]], lengths[: ends[size]]
         )
-        for accumulate in (1, 2):
-            step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), accumulate=accumulate)
+        for micro_batches in (1, 2):
+            step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), micro_batches=micro_batches)
             for _ in range(2):
                 (own_loss, own_count), gradients = step(tokens[own], lengths[own])
                 assert_close(gradients, expected)
@@ -140,12 +143,12 @@ def dtypes() -> None:
     for dtype, tolerance in ((mx.float16, 2e-3), (mx.bfloat16, 2e-2)):
         model = model_of(dtype=dtype)
         _, expected = nn.value_and_grad(model, lambda *batch: token_loss(model, *batch))(tokens, lengths)
-        for reduce_dtype, accumulate in ((None, 1), (None, 2), (mx.float16, 1), (dtype, 2)):
+        for reduce_dtype, micro_batches in ((None, 1), (None, 2), (mx.float16, 1), (dtype, 2)):
             step = train.value_and_grad(
                 model,
                 lambda *batch: token_loss(model, *batch),
                 reduce_dtype=reduce_dtype,
-                accumulate=accumulate if 12 // size % accumulate == 0 else 1,
+                micro_batches=micro_batches if 12 // size % micro_batches == 0 else 1,
             )
             _, gradients = step(tokens[share(12)], lengths[share(12)])
             assert_close(gradients, expected, tolerance)
@@ -161,16 +164,19 @@ def messages() -> None:
     model, (tokens, lengths) = model_of(), sequences(12)
     model.layers[1].freeze()
     sent = len(tree_flatten(model.trainable_parameters()))
-    for accumulate in (1, 12 // size):
+    for micro_batches in (1, 12 // size):
         for all_reduce_size, buckets in ((0, sent), (2**25, 1)):
             step = train.value_and_grad(
-                model, lambda tokens: mean_loss(model, tokens), accumulate=accumulate, all_reduce_size=all_reduce_size
+                model,
+                lambda tokens: mean_loss(model, tokens),
+                micro_batches=micro_batches,
+                all_reduce_size=all_reduce_size,
             )
             mx.eval(step(tokens[share(12)]))
             before = counters()["collectives"]
             mx.eval(step(tokens[share(12)]))
-            assert counters()["collectives"] - before == buckets, (accumulate, all_reduce_size)
-    step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), accumulate=12 // size)
+            assert counters()["collectives"] - before == buckets, (micro_batches, all_reduce_size)
+    step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), micro_batches=12 // size)
     mx.eval(step(tokens[share(12)], lengths[share(12)]))
     before = counters()["collectives"]
     mx.eval(step(tokens[share(12)], lengths[share(12)]))
@@ -189,11 +195,11 @@ def nbytes() -> None:
         model = nn.Sequential(*(nn.Linear(256 * size, 256 * size, bias=False) for _ in range(4)))
         model.set_dtype(dtype)
         model.layers[1].freeze()
-        for accumulate in (1, 12 // size):
+        for micro_batches in (1, 12 // size):
             step = train.value_and_grad(
                 model,
                 lambda x: model(x).astype(mx.float32).mean(),
-                accumulate=accumulate,
+                micro_batches=micro_batches,
                 all_reduce_size=2**20,
                 reduce_dtype=reduce_dtype,
             )
@@ -201,7 +207,7 @@ def nbytes() -> None:
             before = counters()["payload_bytes_sent"]
             mx.eval(step(x.astype(dtype)))
             expected = 2 * (size - 1) * 3 * (256 * size) ** 2 * wire // size
-            assert counters()["payload_bytes_sent"] - before == expected, (dtype, reduce_dtype, accumulate)
+            assert counters()["payload_bytes_sent"] - before == expected, (dtype, reduce_dtype, micro_batches)
 
 
 def overlap() -> None:
@@ -278,13 +284,13 @@ def sharded() -> None:
         mesh = mlxdist.mesh(**sizes)
         tokens, lengths = sequences(12)
         reference = model_of()
-        for accumulate in (1, 3):
-            if 12 // size % accumulate:
+        for micro_batches in (1, 3):
+            if 12 // size % micro_batches:
                 continue
             model = train.fully_shard(model_of(), mesh=mesh)
             _, expected = nn.value_and_grad(reference, lambda *batch: token_loss(reference, *batch))(tokens, lengths)
             step = train.value_and_grad(
-                model, lambda *batch: token_loss(model, *batch), mesh=mesh, accumulate=accumulate
+                model, lambda *batch: token_loss(model, *batch), mesh=mesh, micro_batches=micro_batches
             )
             where = cuts(model)
             for _ in range(2):
@@ -311,8 +317,8 @@ def refused() -> None:
         return pytest.raises(kind, match=text)
 
     for options, text in (
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"accumulate": True}, "accumulate is True"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": True}, "micro_batches is True"),
         ({"all_reduce_size": -1}, "all_reduce_size is -1"),
         ({"reduce_dtype": mx.int32}, "reduce_dtype is int32"),
         ({"group": group, "mesh": mesh}, "either group or mesh"),
@@ -330,8 +336,8 @@ def refused() -> None:
         step = train.value_and_grad(model, lambda tokens: (mean_loss(model, tokens), *value[1:]))
         with fails(text):
             step(tokens)
-    step = train.value_and_grad(model, lambda tokens: mean_loss(model, tokens), accumulate=5)
-    with fails("12 rows, which do not divide into accumulate=5 micro-batches; give 10 or 15"):
+    step = train.value_and_grad(model, lambda tokens: mean_loss(model, tokens), micro_batches=5)
+    with fails("12 rows, which do not divide into micro_batches=5 equal parts; give 10 or 15"):
         step(tokens if last else tokens[:10])
     with fails("which mx.compile"):
         mx.compile(lambda tokens: step(tokens))(tokens[:10])
@@ -355,8 +361,8 @@ def refused() -> None:
     step = train.value_and_grad(other, lambda tokens: mean_loss(other, tokens))
     with fails("disagree about the parameter embedding.weight: float32 .* on rank 0, bfloat16"):
         step(tokens)
-    with fails("the ranks disagree about the accumulate: 1 on rank 0, 2 on rank"):
-        train.value_and_grad(model, mean_loss, accumulate=1 + last)
+    with fails("the ranks disagree about the micro_batches: 1 on rank 0, 2 on rank"):
+        train.value_and_grad(model, mean_loss, micro_batches=1 + last)
     if last:
         model.layers[1].freeze()
     with fails("disagree about the parameter layers.1.*: float32 .* on rank 0, float32 .*, frozen on rank"):

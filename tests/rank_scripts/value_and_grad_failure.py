@@ -9,7 +9,7 @@ import pytest
 import mlxdist
 from mlxdist import train
 
-accumulate = int(sys.argv[1])
+micro_batches = int(sys.argv[1])
 failing_call = int(sys.argv[2])  # of the function, counted from 1
 group = mlxdist.init()
 last = group.rank() == group.size() - 1
@@ -25,9 +25,9 @@ def loss(x: mx.array) -> mx.array:
     return model(x).square().mean()
 
 
-step = train.value_and_grad(model, loss, accumulate=accumulate)
+step = train.value_and_grad(model, loss, micro_batches=micro_batches)
 x = mx.ones((4, 5))
-for _ in range((failing_call - 1) // accumulate):
+for _ in range((failing_call - 1) // micro_batches):
     mx.eval(step(x))
 with pytest.raises(ValueError if last else mlxdist.Aborted, match="no such token") as raised:
     mx.eval(step(x))

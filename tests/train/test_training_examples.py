@@ -87,7 +87,7 @@ def test_adapters(folder, tmp_path):
     [
         ("finetune.py", ["--full", "--rate", "1e-5"], 2, []),
         ("pretrain.py", ["--length", "17", "--rate", "1e-5"], 2, []),
-        ("pretrain.py", ["--length", "17", "--rate", "1e-5", "--accumulate", "2"], 2, ["--fsdp", "2"]),
+        ("pretrain.py", ["--length", "17", "--rate", "1e-5", "--micro-batches", "2"], 2, ["--fsdp", "2"]),
         ("pretrain.py", ["--length", "17", "--rate", "1e-5"], 4, ["--fsdp", "2"]),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("accumulate, failing_call", [(1, 2), (2, 2), (2, 4)])
-def test_one_rank_fails(run_ranks, accumulate, failing_call, ranks):
-    outputs = run_ranks("value_and_grad_failure.py", ranks, str(accumulate), str(failing_call), status=1)
+@pytest.mark.parametrize("micro_batches, failing_call", [(1, 2), (2, 2), (2, 4)])
+def test_one_rank_fails(run_ranks, micro_batches, failing_call, ranks):
+    outputs = run_ranks("value_and_grad_failure.py", ranks, str(micro_batches), str(failing_call), status=1)
     assert all(output.startswith("done\n") for output in outputs), outputs

@@ -51,7 +51,7 @@ def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured]
         InvalidArgument: no such measurement, or not all hosts are measured.
     """
     if by not in MEASUREMENTS:
-        raise InvalidArgument(f"weights are measured by {' or by '.join(map(repr, MEASUREMENTS))}, not {by!r:.80}")
+        raise InvalidArgument(f"rank shares are measured by {' or by '.join(map(repr, MEASUREMENTS))}, not {by!r:.80}")
     measured = measured_hosts() if measured is None else measured
     missing = [host.name for host in hostfile.hosts if host.name not in measured]
     if missing:

@@ -30,16 +30,16 @@ def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1
     return slowest_of_columns(found, ranks)
 
 
-def resolve_stages(name: str, weights: RankShares | None, stages: int) -> Sequence[float] | None:
+def resolve_stages(name: str, rank_shares: RankShares | None, stages: int) -> Sequence[float] | None:
     """As :func:`resolve`, for the rows of a grid, which are stages of a pipeline: each is as fast as its slowest
     rank."""
-    if not isinstance(weights, str):
-        return weights
-    found = _measured(f"{name}: weights", weights, f"{stages} numbers, one per stage")
+    if not isinstance(rank_shares, str):
+        return rank_shares
+    found = _measured(f"{name}: rank_shares", rank_shares, f"{stages} numbers, one per stage")
     if len(found) % stages:
         raise InvalidArgument(
-            f"{name}: weights={weights!r} are those of the {len(found)} ranks of the job, which are not {stages} equal "
-            "stages; give numbers"
+            f"{name}: rank_shares={rank_shares!r} are those of the {len(found)} ranks of the job, which are not "
+            f"{stages} equal stages; give numbers"
         )
     columns = len(found) // stages
     return [min(found[row * columns : (row + 1) * columns]) for row in range(stages)]

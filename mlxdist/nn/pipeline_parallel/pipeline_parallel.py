@@ -21,7 +21,7 @@ __all__ = ["pipeline_parallel"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def pipeline_parallel(model: M, *, group: GroupLike | None = None, plan: StagePlan | None = None) -> M:
+def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: StagePlan | None = None) -> M:
     """Makes this rank's stage of a model of mlx-lm, in place. Collective; no parameter is evaluated.
 
     ``model(tokens, cache=...)``, called by all ranks with the same arguments, then returns the logits of the full
@@ -33,7 +33,7 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, plan: StagePl
     Args:
         model: full, or with layers that are sharded over other ranks than those of ``group``.
         group: the ranks, one for each stage, such as ``mesh["pp"]``; ``None`` is the group of ``mlxdist.init()``.
-        plan: of :func:`plan_stages`, the same on all ranks; ``None`` makes one with stages of equal parameters.
+        stage_plan: of :func:`plan_stages`, the same on all ranks; ``None`` makes one with stages of equal parameters.
 
     Returns:
         ``model``. In a group of one it is unchanged, but for ``model.stage``.
@@ -45,19 +45,19 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, plan: StagePl
     """
     group = group_of(group)
     layers: Any = None
-    with agreed("pipeline_parallel", group, None if plan is None else plan.to_json(), described(model)):
+    with agreed("pipeline_parallel", group, None if stage_plan is None else stage_plan.to_json(), described(model)):
         if stage_of(model) is not None:
             raise InvalidArgument("pipeline_parallel: the model is a stage already")
         layers = find_layers(model)
-        plan = plan or plan_of_layers(model, layers, group.size())
-        plan.check(model, layers)
-        if plan.stages != group.size():
+        stage_plan = stage_plan or plan_of_layers(model, layers, group.size())
+        stage_plan.check(model, layers)
+        if stage_plan.stages != group.size():
             raise InvalidArgument(
-                f"pipeline_parallel: the plan has {plan.stages} stages, and the group {group.size()} ranks"
+                f"pipeline_parallel: the plan has {stage_plan.stages} stages, and the group {group.size()} ranks"
             )
-    assert plan is not None
+    assert stage_plan is not None
     agree("pipeline_parallel", group, None, {"arrays between layers": layers.taken})
-    stage = Stage(model, layers, plan, group)
+    stage = Stage(model, layers, stage_plan, group)
     _routed(model, stage, layers)
     _drop_others(model, stage, layers)
     return model

@@ -41,17 +41,17 @@ class Stage:
     Attributes:
         group: the ranks; rank s is stage s.
         index, stages: this stage, and how many there are.
-        plan: which layers each has.
+        stage_plan: which layers each has.
         chunks: the layers of this rank, a range for each of its virtual stages.
         transfer: the messages between stages.
         stamps: when the actions of the last training step were possible and when they ended, which is measured while
             they are computed; :attr:`timeline` reads it.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, plan: StagePlan, group: Group) -> None:
-        self.group, self.plan, self._layers = group, plan, layers
+    def __init__(self, model: nn.Module, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
+        self.group, self.stage_plan, self._layers = group, stage_plan, layers
         self.index, self.stages = group.rank(), group.size()
-        self.chunks = [range(*pair) for pair in plan.ranges[self.index :: self.stages]]
+        self.chunks = [range(*pair) for pair in stage_plan.ranges[self.index :: self.stages]]
         self.transfer = Transfer.of(group) if self.stages > 1 else None
         self._model = partial(type(model).__call__, model)
         self._run: _Run | None = None
@@ -218,7 +218,7 @@ class Stage:
     def holders(self, path: str) -> list[int]:
         """Which stages hold the parameter at that path of the full model."""
         if (number := self._layer_of(path)) is not None:
-            return [part % self.stages for part, pair in enumerate(self.plan.ranges) if number in range(*pair)]
+            return [part % self.stages for part, pair in enumerate(self.stage_plan.ranges) if number in range(*pair)]
         for module, when in self._layers.outside.items():
             if path.startswith(f"{module}."):
                 return stages_of(when, self.stages)
@@ -231,8 +231,8 @@ class Stage:
 
     def is_in_last_chunk(self, path: str) -> bool:
         """Whether the last virtual stage of the model may use the parameter at ``path``."""
-        number = self._layer_of(path)
-        return self.stages - 1 in self.holders(path) and (number is None or number in range(*self.plan.ranges[-1]))
+        number, last = self._layer_of(path), range(*self.stage_plan.ranges[-1])
+        return self.stages - 1 in self.holders(path) and (number is None or number in last)
 
     def group_of(self, path: str) -> Group | None:
         """The stages that hold a parameter, if there are several."""
@@ -251,7 +251,7 @@ class Stage:
 
     def boundary(self, part: int) -> Boundary:
         """What virtual stage ``part`` of the model takes from the one before."""
-        return self.taken(self.plan.ranges[part][0])
+        return self.taken(self.stage_plan.ranges[part][0])
 
     def taken(self, number: int) -> Boundary:
         """What layer ``number`` takes."""

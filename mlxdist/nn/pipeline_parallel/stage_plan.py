@@ -34,7 +34,7 @@ class StagePlan:
         stages: how many there are.
         ranges: ``(start, stop)`` of layers, in the model's order. Range k is on stage ``k % stages``: with virtual
             stages each rank has several.
-        weights: how fast the stages are; None: equally fast.
+        rank_shares: how fast the stages are; None: equally fast.
         layer_bytes: parameters of each layer, in bytes.
         outside_bytes: parameters in no layer, by when they are used: "before" (the embedding), "after" (norm and
             head), "both" (an embedding that is the head, too), "all" (on every stage).
@@ -44,7 +44,7 @@ class StagePlan:
     model_type: str
     stages: int
     ranges: tuple[Range, ...]
-    weights: tuple[float, ...] | None
+    rank_shares: tuple[float, ...] | None
     layer_bytes: tuple[int, ...]
     outside_bytes: Mapping[str, int]
     message_bytes: tuple[int, ...]
@@ -78,7 +78,7 @@ class StagePlan:
         for name in ("stage", "layers", "and", "speed", "work", "parameters", "sends a token"):
             table.add_column(name, justify="left" if name in ("layers", "and") else "right", no_wrap=True)
         total = sum(map(self.work, range(self.stages)))
-        speeds = self.weights or (1.0,) * self.stages
+        speeds = self.rank_shares or (1.0,) * self.stages
         for stage in range(self.stages):
             sent = sum(self.message_bytes[number + 1] for number in self._sending(stage))
             table.add_row(
@@ -129,7 +129,7 @@ def plan_stages(
     model: nn.Module,
     stages: int,
     *,
-    weights: RankShares | None = None,
+    rank_shares: RankShares | None = None,
     link: float | None = None,
     memory: int | Sequence[int] | None = None,
     virtual: int = 1,
@@ -142,10 +142,10 @@ def plan_stages(
     Args:
         model: of mlx-lm, full; its parameters may be lazy.
         stages: how many.
-        weights: how fast the stages are, one positive number for each; None: equally fast. "memory" and "compute" are
-            the speeds of this job's ranks as `mlxdist calibrate` has measured them, for decoding, and for prompts and
-            training; of the ranks of a stage the slowest counts.
-        link: how fast messages are, in the unit of ``weights``: bytes per second where these are; None: as if they
+        rank_shares: how fast the stages are, one positive number for each; None: equally fast. "memory" and "compute"
+            are the speeds of this job's ranks as `mlxdist calibrate` has measured them, for decoding, and for prompts
+            and training; of the ranks of a stage the slowest counts.
+        link: how fast messages are, in the unit of ``rank_shares``: bytes per second where these are; None: as if they
             took no time.
         memory: the most bytes of parameters that a stage can hold; one number for all, or one for each. With virtual
             stages it is a check of the plan: each range is kept below it, and not yet their sum.
@@ -159,14 +159,16 @@ def plan_stages(
     for name, number in (("stages", stages), ("virtual", virtual)):
         if type(number) is not int or not 1 <= number <= MAX_RANKS:
             raise InvalidArgument(f"plan_stages: {name} must be from 1 to {MAX_RANKS}, not {number!r}")
-    weights = resolve_stages("plan_stages", weights, stages)
-    if weights is not None:
-        split_sizes("plan_stages: weights", stages, stages, weights)
-        weights = tuple(map(float, weights))
+    rank_shares = resolve_stages("plan_stages", rank_shares, stages)
+    if rank_shares is not None:
+        split_sizes("plan_stages: rank_shares", stages, stages, rank_shares)
+        rank_shares = tuple(map(float, rank_shares))
     if link is not None and not (isinstance(link, int | float) and link > 0):
         raise InvalidArgument(f"plan_stages: link must be a positive number, not {link!r}")
     limits = _limits(memory, stages)
-    return plan_of_layers(model, find_layers(model), stages, weights=weights, link=link, limits=limits, virtual=virtual)
+    return plan_of_layers(
+        model, find_layers(model), stages, rank_shares=rank_shares, link=link, limits=limits, virtual=virtual
+    )
 
 
 def plan_of_layers(
@@ -174,7 +176,7 @@ def plan_of_layers(
     layers: Layers,
     stages: int,
     *,
-    weights: tuple[float, ...] | None = None,
+    rank_shares: tuple[float, ...] | None = None,
     link: float | None = None,
     limits: Sequence[int] | None = None,
     virtual: int = 1,
@@ -183,7 +185,7 @@ def plan_of_layers(
     layer_bytes, outside = _bytes_of(model, layers)
     taken = [sum(passed.bytes for passed in boundary) for boundary in layers.taken]
     messages = [0, *(None if why else size for size, why in zip(taken[1:], layers.refused[1:]))]
-    problem = _Problem(stages, virtual, weights or (1.0,) * stages, link, layer_bytes, outside, messages)
+    problem = _Problem(stages, virtual, rank_shares or (1.0,) * stages, link, layer_bytes, outside, messages)
     name = _name_of(model)
     ranges = problem.best(limits) or problem.smallest(limits)
     if ranges is None:
@@ -193,7 +195,7 @@ def plan_of_layers(
             f"{stages * virtual} were asked for"
         )
     passed = tuple(messages[start] or 0 for start, _ in ranges)
-    plan = StagePlan(name, stages, ranges, weights, layer_bytes, outside, passed)
+    plan = StagePlan(name, stages, ranges, rank_shares, layer_bytes, outside, passed)
     if limits is not None:
         _require_room(plan, limits)
     return plan
@@ -213,13 +215,13 @@ class _Problem:
         self,
         stages: int,
         virtual: int,
-        weights: Sequence[float],
+        rank_shares: Sequence[float],
         link: float | None,
         layer_bytes: Sequence[int],
         outside: Mapping[str, int],
         messages: Sequence[int | None],
     ) -> None:
-        self.stages, self.chunks, self.weights, self.link = stages, stages * virtual, weights, link
+        self.stages, self.chunks, self.rank_shares, self.link = stages, stages * virtual, rank_shares, link
         self.outside, self.messages = outside, messages
         self.sums = [sum(layer_bytes[:number]) for number in range(len(layer_bytes) + 1)]
 
@@ -266,7 +268,7 @@ class _Problem:
         work = self.sums[stop] - self.sums[start]
         if chunk == self.chunks - 1:
             work += _head(self.outside)
-        return work / self.weights[chunk % self.stages] + (received / self.link if self.link else 0), received
+        return work / self.rank_shares[chunk % self.stages] + (received / self.link if self.link else 0), received
 
     def _held(self, chunk: int, start: int, stop: int) -> int:
         held = self.sums[stop] - self.sums[start]
@@ -335,7 +337,7 @@ _FIELDS: Mapping[str, validation.Check] = {
     "model_type": validation.plain_text(1000, steering=""),
     "stages": validation.number(1, MAX_RANKS),
     "ranges": validation.list_of(validation.row_of(_BYTES, _BYTES), MAX_RANKS**2),
-    "weights": validation.or_null(validation.list_of(validation.positive(1e300), MAX_RANKS)),
+    "rank_shares": validation.or_null(validation.list_of(validation.positive(1e300), MAX_RANKS)),
     "layer_bytes": validation.list_of(_BYTES, 10**6),
     "outside_bytes": lambda _, value: validation.fields_of(
         dict.fromkeys(("before", "after", "both", "all"), _BYTES), value
@@ -353,6 +355,6 @@ def _read(text: str) -> StagePlan:
         raise ValueError("a range is empty")
     if not plan.ranges or len(plan.ranges) % plan.stages or len(plan.message_bytes) != len(plan.ranges):
         raise ValueError(f"there must be equally many ranges for each of the {plan.stages} stages")
-    if plan.weights is not None and len(plan.weights) != plan.stages:
+    if plan.rank_shares is not None and len(plan.rank_shares) != plan.stages:
         raise ValueError("there must be a weight for each stage")
     return plan

@@ -44,7 +44,7 @@ class Pipelines:
     def _training(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         tokens, expected = self._expected(case)
         full = _model(case)
-        alone = value_and_grad(full, _loss, group=self.alone, accumulate=case["micro_batches"])
+        alone = value_and_grad(full, _loss, group=self.alone, micro_batches=case["micro_batches"])
         works: dict[str, Work] = {}
         bubbles: dict[str, list[list[float]]] = {}
         for name in SCHEDULES:
@@ -68,13 +68,13 @@ class Pipelines:
         works = {}
         for name, slow in (("by speed", 2.0), ("equal", 1.0)):
             model = _model(case)
-            weights = [slow, *[1.0] * (self.world.size() - 1)]
+            rank_shares = [slow, *[1.0] * (self.world.size() - 1)]
             if self.world.rank() > 0:
                 for layer in model.layers:
                     become(layer, _Twice)
-            plan = plan_stages(model, self.world.size(), weights=weights)
+            stage_plan = plan_stages(model, self.world.size(), rank_shares=rank_shares)
             works[name] = self._step(
-                pipeline_parallel(model, group=self.mesh["pp"], plan=plan), "1f1b", tokens, expected
+                pipeline_parallel(model, group=self.mesh["pp"], stage_plan=stage_plan), "1f1b", tokens, expected
             )
         return time_case(self.world, case, works, self.take)
 
@@ -87,7 +87,7 @@ class Pipelines:
         after: Callable[[nn.Module], None] = lambda model: None,
     ) -> Work:
         count = len(tokens)
-        step = value_and_grad(model, _loss, mesh=self.mesh, accumulate=count, schedule=schedule)
+        step = value_and_grad(model, _loss, mesh=self.mesh, micro_batches=count, schedule=schedule)
         found: Any = tree_flatten(step(model, tokens)[1])
         wrong = sum(count_off(expected[path], TOLERANCE, array) for path, array in found)
         return Work(lambda: _evaluate(step, model, tokens), after=lambda: after(model), wrong=lambda: wrong)

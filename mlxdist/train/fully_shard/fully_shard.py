@@ -55,7 +55,7 @@ def fully_shard(
         stage 1, 2, or reshard_after_forward=False
                    2 (n - 1) / n P    and hold all parameters, too, from the forward to the backward pass
 
-    With ``train.value_and_grad(accumulate=k)``, stage 3 sends that k times. Stage 2 gathers once and keeps the
+    With ``train.value_and_grad(micro_batches=k)``, stage 3 sends that k times. Stage 2 gathers once and keeps the
     parameters for all micro-batches, so it sends (k + 1) (n - 1) / n P. Stage 1 keeps the sum of the gradients, too,
     in float32 and in full, and reduces it with the last one: 2 (n - 1) / n P for any k.
 
