@@ -14,7 +14,6 @@ _VIRTUAL = re.compile(
     r"(lo|utun|tun|tap|ipsec|ppp|gif|stf|wg|tailscale|awdl|llw|anpi|ap|docker|cni|flannel|cali|virbr|vmnet|bridge|br-|veth)"
     r"[\w.-]*"
 )
-_UNUSABLE = (IPv4Network("169.254.0.0/16"), IPv4Network("127.0.0.0/8"))
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def _possible(machine: HostFacts, without: frozenset[str]) -> list[Choice]:
         for interface in machine.interfaces
         if interface.up and not _VIRTUAL.fullmatch(interface.name) and interface.name not in without
         for address in interface.addresses
-        if not any(address.ip in network for network in _UNUSABLE)
+        if not (address.ip.is_link_local or address.ip.is_loopback)
     ]
 
 
