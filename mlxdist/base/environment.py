@@ -16,6 +16,7 @@ from mlxdist._built import MAX_RANKS
 
 from .batch_systems import scheduler_rank
 from .errors import EnvironmentVariableError
+from .validation import nearest
 
 __all__ = [
     "ALGORITHMS",
@@ -322,10 +323,8 @@ def _reject_unknown(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if not name.startswith("MLXDIST_") or name in _BY_NAME:
             continue
-        import difflib  # seldom needed, and the launcher starts fast
-
-        close = difflib.get_close_matches(name, _BY_NAME, n=1)
-        advice = f"did you mean {close[0]}?" if close else "unset it; `mlxdist env` lists those that exist"
+        close = nearest(name, _BY_NAME)
+        advice = f"did you mean {close}?" if close else "unset it; `mlxdist env` lists those that exist"
         raise EnvironmentVariableError(f"{name} is set, but there is no such variable; {advice}")
 
 

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from .atomic_file import replace_file
 from .errors import InvalidArgument
 from .json_reader import parse_json
-from .validation import read_bounded
+from .validation import read_bounded, suggestion
 
 __all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "update"]
 
 SCHEMA = 2
 SECTIONS = ("hosts", "algorithms", "expert_links")
 MAX_FILE_BYTES = 1 << 20
-_FIELDS = {"schema", "machine", "date", *SECTIONS}
+_FIELDS = ("schema", "machine", "date", *SECTIONS)
 
 T = TypeVar("T")
 
@@ -106,6 +106,6 @@ def _read(path: Path) -> dict[str, Any]:
     schema = content.get("schema")
     if schema != SCHEMA or isinstance(schema, bool):
         raise ValueError(f"its schema is {schema!r:.50}, and this mlxdist reads {SCHEMA}")
-    if unknown := sorted(set(content) - _FIELDS):
-        raise ValueError(f"there is no field {unknown[0]!r:.50}")
+    if unknown := sorted(content.keys() - _FIELDS):
+        raise ValueError(f"there is no field {unknown[0]!r:.50}; {suggestion(unknown[0], _FIELDS)}")
     return content

@@ -7,8 +7,9 @@ name and the value, and returns it or raises ValueError.
 import functools
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import field, fields
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, field, fields
 from typing import Any, TypeVar
 
 __all__ = [
@@ -16,11 +17,14 @@ __all__ = [
     "as_text",
     "build",
     "checked",
+    "checks_of",
     "fields_of",
+    "finite",
     "flag",
     "hex_bytes",
     "list_of",
     "map_of",
+    "nearest",
     "number",
     "object_of",
     "one_of",
@@ -31,6 +35,8 @@ __all__ = [
     "read_bounded",
     "row_of",
     "seconds",
+    "share",
+    "suggestion",
     "text",
 ]
 
@@ -69,9 +75,15 @@ def positive(most: float) -> Check:
     return _value(lambda value: type(value) in (int, float) and 0 < value <= most, wanted, float)
 
 
+def _real(low: float, high: float, wanted: str, convert: Callable[[Any], Any] | None = float) -> Check:
+    """NaN is in no range. An integer may be too large for a float, which math.isfinite does not take."""
+    return _value(lambda value: type(value) in (int, float) and low <= value <= high, wanted, convert)
+
+
 flag = _value(lambda value: type(value) is bool, "true or false")
-# A time or a duration. Neither endless nor NaN, which Python's JSON reads, too.
-seconds = _value(lambda value: type(value) in (int, float) and 0 <= value <= _MAX_SECONDS, "a number of seconds", float)
+finite = _real(-sys.float_info.max, sys.float_info.max, "a finite number", None)
+seconds = _real(0, _MAX_SECONDS, "a number of seconds")  # a time or a duration
+share = _real(0, 1, "a number from 0 to 1")
 
 
 def text(most: int = 256) -> Check:
@@ -154,14 +166,17 @@ def fields_of(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
     return {name: check(name, value[name]) for name, check in checks.items()}
 
 
-def object_of(checks: Mapping[str, Check]) -> Check:
-    """With these fields; what else it has is dropped."""
-    return lambda name, value: fields_of(checks, value)
+def object_of(checks: Mapping[str, Check] | type) -> Check:
+    """With these fields, or those of a dataclass, which it becomes; what else it has is dropped."""
+    return lambda name, value: build(checks, value) if isinstance(checks, type) else fields_of(checks, value)
 
 
-def checked(check: Check) -> Any:
-    """A field of a dataclass, for `build`."""
-    return field(metadata={"check": check})
+def checked(check: Check, default: Any = MISSING) -> Any:
+    """A field of a dataclass, for `build`. Each object has a copy of a dict that is the ``default``."""
+    metadata = {"check": check}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 _T = TypeVar("_T")
@@ -169,9 +184,23 @@ _T = TypeVar("_T")
 
 def build(kind: Callable[..., _T], value: Any) -> _T:
     """A dataclass from JSON whose keys are its fields. Raises ValueError."""
-    return kind(**fields_of(_checks_of(kind), value))
+    return kind(**fields_of(checks_of(kind), value))
 
 
 @functools.cache
-def _checks_of(kind: Any) -> dict[str, Check]:
-    return {one.name: one.metadata["check"] for one in fields(kind)}
+def checks_of(kind: Any) -> dict[str, Check]:
+    """By the names of the fields that are `checked`."""
+    return {one.name: one.metadata["check"] for one in fields(kind) if "check" in one.metadata}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of the known names that was probably meant."""
+    import difflib  # seldom needed, and commands start fast
+
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to write for a name that does not exist, in words: the nearest one, or all."""
+    found = nearest(name, known)
+    return f"did you mean {prefix}{found}?" if found else f"there are {', '.join(known)}"

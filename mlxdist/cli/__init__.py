@@ -16,6 +16,7 @@ import click
 
 from mlxdist.base.environment import VARIABLES, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, Mismatch, ResourceError
+from mlxdist.base.validation import nearest
 from mlxdist.version import __version__
 
 if COLLECTS_GARBAGE:
@@ -65,11 +66,9 @@ class Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
         if args[0] not in COMMANDS:
-            import difflib
-
             # click suggests only commands that it holds itself.
-            if close := difflib.get_close_matches(args[0], COMMANDS, n=1):
-                context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+            if close := nearest(args[0], COMMANDS):
+                context.fail(f"No such command {args[0]!r}. Did you mean {close!r}?")
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:

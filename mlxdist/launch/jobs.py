@@ -21,14 +21,14 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import as_text, build, checked, list_of, map_of, number, read_bounded, row_of
+from mlxdist.base.validation import as_text, build, checked, list_of, map_of, number, object_of, read_bounded, row_of
 from mlxdist.base.validation import seconds as as_seconds
 
 from .processes import start_times
@@ -82,16 +82,12 @@ class Job:
     launcher: int = checked(number(1, 2**31 - 1))  # a signal to 0 or -1 would reach other processes
     started: float = checked(as_seconds)
     command: list[str] = checked(lambda name, value: list(_WORDS(name, value)))
-    temporary: str = field(default="", metadata={"check": as_text})
-    flight: str = field(default="none", metadata={"check": as_text})
-    ranks: dict[str, tuple[int, str]] = field(
-        default_factory=dict, metadata={"check": map_of(row_of(number(1, 2**31 - 1), as_text), MAX_RANKS)}
-    )
-    hosts: Sequence[HostRanks] = field(
-        default=(), metadata={"check": list_of(lambda name, value: build(HostRanks, value), MAX_RANKS)}
-    )
-    ssh: Sequence[str] = field(default=(), metadata={"check": _WORDS})
-    python: str = field(default="", metadata={"check": as_text})
+    temporary: str = checked(as_text, "")
+    flight: str = checked(as_text, "none")
+    ranks: dict[str, tuple[int, str]] = checked(map_of(row_of(number(1, 2**31 - 1), as_text), MAX_RANKS), {})
+    hosts: Sequence[HostRanks] = checked(list_of(object_of(HostRanks), MAX_RANKS), ())
+    ssh: Sequence[str] = checked(_WORDS, ())
+    python: str = checked(as_text, "")
 
     @property
     def directory(self) -> Path:

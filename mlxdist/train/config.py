@@ -2,21 +2,35 @@
 one; the tables are what several ranks add."""
 
 import dataclasses
-import difflib
 import math
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import Check, flag, list_of, number, one_of, plain_text, positive, read_bounded
+from mlxdist.base.validation import (
+    Check,
+    checked,
+    checks_of,
+    flag,
+    list_of,
+    number,
+    one_of,
+    plain_text,
+    positive,
+    printable,
+    read_bounded,
+    share,
+    suggestion,
+)
 from mlxdist.nn.pipeline_parallel.schedule import SCHEDULES
 
 __all__ = [
     "CHANGES",
+    "MAX_STEPS",
     "CheckpointConfig",
     "ControlConfig",
     "MeshConfig",
@@ -24,6 +38,7 @@ __all__ = [
     "PrecisionConfig",
     "ShardConfig",
     "TrainConfig",
+    "require_settings",
 ]
 
 # What a run that goes on may have another one of where `allow_changes` says so; see fingerprint.py.
@@ -32,22 +47,13 @@ CHANGES = (
     "pack", "precision", "tokenizer", "weights",
 )  # fmt: skip
 _MAX_BYTES = 1_000_000
-_MAX_STEPS = 2**53
-_REQUIRED = dataclasses.MISSING
+MAX_STEPS = 2**53
 
 _count = number(1, 2**31 - 1)
 _text = plain_text(4096)
 _path: Check = lambda name, value: os.path.expanduser(_text(name, value))
 _rank_count = number(-1, 65536)
 _seed = number(0, 2**32 - 1)
-
-
-def _setting(default: Any, check: Check) -> Any:
-    """A field with its check. ``default``: `_REQUIRED` where the file must say it; a dict is copied."""
-    metadata = {"check": check}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(metadata=metadata) if default is _REQUIRED else field(default=default, metadata=metadata)
 
 
 class _Settings:
@@ -60,25 +66,16 @@ class _Settings:
     _table: ClassVar[str] = ""  # in the file
 
     def __post_init__(self) -> None:
-        for one in _checked_fields(type(self)):
+        checks = checks_of(type(self))
+        for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if value is not one.default:  # which may be what the file cannot say, such as None
+            if one.name in checks and value is not one.default:  # which may be what the file cannot say, such as None
                 value = list(value) if type(value) is tuple else value
                 try:
-                    checked = one.metadata["check"](f"{self._table}.{one.name}".lstrip("."), value)
+                    value = checks[one.name](f"{self._table}.{one.name}".lstrip("."), value)
                 except ValueError as error:
                     raise InvalidArgument(str(error)) from None
-                object.__setattr__(self, one.name, checked)
-
-
-def _checked_fields(kind: Any) -> list[dataclasses.Field]:
-    return [one for one in dataclasses.fields(kind) if "check" in one.metadata]
-
-
-def _share(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r:.50}, not a number from 0 to 1")
-    return float(value)
+                object.__setattr__(self, one.name, value)
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any]:
@@ -93,11 +90,11 @@ class MeshConfig(_Settings):
     """``[mesh]``: the sizes of the axes; see :func:`mlxdist.mesh`. By default all ranks are along dp."""
 
     _table = "mesh"
-    pp: int = _setting(1, _rank_count)
-    dp: int = _setting(-1, _rank_count)
-    fsdp: int = _setting(1, _rank_count)
-    cp: int = _setting(1, _rank_count)
-    tp: int = _setting(1, _rank_count)
+    pp: int = checked(_rank_count, 1)
+    dp: int = checked(_rank_count, -1)
+    fsdp: int = checked(_rank_count, 1)
+    cp: int = checked(_rank_count, 1)
+    tp: int = checked(_rank_count, 1)
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,9 @@ class PipelineConfig(_Settings):
     """
 
     _table = "pipeline"
-    schedule: str = _setting("1f1b", one_of(SCHEDULES))
-    virtual: int = _setting(1, number(1, 1024))
-    rank_shares: str = _setting("equal", one_of(("equal", "compute")))
+    schedule: str = checked(one_of(SCHEDULES), "1f1b")
+    virtual: int = checked(number(1, 1024), 1)
+    rank_shares: str = checked(one_of(("equal", "compute")), "equal")
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,9 @@ class ShardConfig(_Settings):
     """``[fully_shard]``: for an axis fsdp of more than one rank; see :func:`mlxdist.train.fully_shard`."""
 
     _table = "fully_shard"
-    stage: int = _setting(3, number(1, 3))
-    reshard_after_forward: bool = _setting(True, flag)
-    prefetch: int = _setting(1, number(0, 64))
+    stage: int = checked(number(1, 3), 3)
+    reshard_after_forward: bool = checked(flag, True)
+    prefetch: int = checked(number(0, 64), 1)
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,9 @@ class PrecisionConfig(_Settings):
     """``[precision]``: see :class:`mlxdist.train.MixedPrecision`. By default the model trains in its own dtype."""
 
     _table = "precision"
-    dtype: str = _setting("model", one_of(("model", "float32", "bfloat16", "float16")))
-    masters: str = _setting("float32", one_of(("float32", "kahan", "stochastic")))
-    state_dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
+    dtype: str = checked(one_of(("model", "float32", "bfloat16", "float16")), "model")
+    masters: str = checked(one_of(("float32", "kahan", "stochastic")), "float32")
+    state_dtype: str = checked(one_of(("float32", "bfloat16", "float16")), "float32")
 
 
 @dataclass(frozen=True)
@@ -141,12 +138,12 @@ class CheckpointConfig(_Settings):
     """
 
     _table = "checkpoints"
-    directory: str = _setting("checkpoints", _path)
-    every: int = _setting(100, _count)
-    keep: int = _setting(2, _count)
-    keep_every: int = _setting(0, number(0, 2**31 - 1))
-    resume: bool = _setting(False, flag)
-    allow_changes: tuple[str, ...] = _setting((), list_of(one_of(CHANGES), len(CHANGES)))
+    directory: str = checked(_path, "checkpoints")
+    every: int = checked(_count, 100)
+    keep: int = checked(_count, 2)
+    keep_every: int = checked(number(0, 2**31 - 1), 0)
+    resume: bool = checked(flag, False)
+    allow_changes: tuple[str, ...] = checked(list_of(one_of(CHANGES), len(CHANGES)), ())
 
 
 @dataclass(frozen=True)
@@ -157,12 +154,12 @@ class ControlConfig(_Settings):
     """
 
     _table = "control"
-    hours: float = _setting(0.0, positive(1e6))
-    memory_share: float = _setting(0.0, _share)
-    device_memory_gib: float = _setting(0.0, positive(1e6))
-    nan_guard_every: int = _setting(0, number(0, 2**31 - 1))
-    kill_file: str = _setting("", _path)
-    save_file: str = _setting("", _path)
+    hours: float = checked(positive(1e6), 0.0)
+    memory_share: float = checked(share, 0.0)
+    device_memory_gib: float = checked(positive(1e6), 0.0)
+    nan_guard_every: int = checked(number(0, 2**31 - 1), 0)
+    kill_file: str = checked(_path, "")
+    save_file: str = checked(_path, "")
 
 
 _TABLES: dict[str, type[_Settings]] = {
@@ -179,35 +176,35 @@ class TrainConfig(_Settings):
     batch, and ``grad_accumulation_steps`` of them are one step of the optimizer.
     """
 
-    model: str = _setting(_REQUIRED, _text)
-    data: str = _setting(_REQUIRED, _path)
-    weights: str = _setting("pretrained", one_of(("pretrained", "random")))
-    fine_tune_type: str = _setting("lora", one_of(("lora", "dora", "full")))
-    num_layers: int = _setting(16, number(-1, 65536))
-    lora_parameters: dict[str, Any] = _setting({"rank": 8, "dropout": 0.0, "scale": 20.0}, _arguments)
-    optimizer: str = _setting("adam", one_of(("adam", "adamw", "muon", "sgd", "adafactor")))
-    optimizer_config: dict[str, Any] = _setting({}, _arguments)
-    learning_rate: float = _setting(1e-5, positive(1e6))
-    lr_schedule: dict[str, Any] = _setting({}, _arguments)
-    router_aux_loss_coef: float = _setting(0.0, positive(1e6))
-    max_grad_norm: float = _setting(math.inf, positive(math.inf))
-    batch_size: int = _setting(4, _count)
-    grad_accumulation_steps: int = _setting(1, _count)
-    grad_checkpoint: bool = _setting(False, flag)
-    max_seq_length: int = _setting(2048, _count)
-    pack: bool = _setting(False, flag)
-    rank_shares: str = _setting("equal", one_of(("equal", "compute")))
-    mask_prompt: bool = _setting(False, flag)
-    iters: int = _setting(1000, number(1, _MAX_STEPS))
-    steps_per_report: int = _setting(10, _count)
-    steps_per_eval: int = _setting(200, _count)
-    val_batches: int = _setting(25, number(-1, 2**31 - 1))
-    seed: int | None = _setting(None, _seed)
-    skip_steps: tuple[int, ...] = _setting((), list_of(number(0, _MAX_STEPS), 100_000))
-    context_parallel: str = _setting("ring", one_of(("ring", "ulysses")))
-    output: str = _setting("trained", _path)
-    report_to: str = _setting("", _text)
-    project_name: str = _setting("", _text)
+    model: str = checked(_text)
+    data: str = checked(_path)
+    weights: str = checked(one_of(("pretrained", "random")), "pretrained")
+    fine_tune_type: str = checked(one_of(("lora", "dora", "full")), "lora")
+    num_layers: int = checked(number(-1, 65536), 16)
+    lora_parameters: dict[str, Any] = checked(_arguments, {"rank": 8, "dropout": 0.0, "scale": 20.0})
+    optimizer: str = checked(one_of(("adam", "adamw", "muon", "sgd", "adafactor")), "adam")
+    optimizer_config: dict[str, Any] = checked(_arguments, {})
+    learning_rate: float = checked(positive(1e6), 1e-5)
+    lr_schedule: dict[str, Any] = checked(_arguments, {})
+    router_aux_loss_coef: float = checked(positive(1e6), 0.0)
+    max_grad_norm: float = checked(positive(math.inf), math.inf)
+    batch_size: int = checked(_count, 4)
+    grad_accumulation_steps: int = checked(_count, 1)
+    grad_checkpoint: bool = checked(flag, False)
+    max_seq_length: int = checked(_count, 2048)
+    pack: bool = checked(flag, False)
+    rank_shares: str = checked(one_of(("equal", "compute")), "equal")
+    mask_prompt: bool = checked(flag, False)
+    iters: int = checked(number(1, MAX_STEPS), 1000)
+    steps_per_report: int = checked(_count, 10)
+    steps_per_eval: int = checked(_count, 200)
+    val_batches: int = checked(number(-1, 2**31 - 1), 25)
+    seed: int | None = checked(_seed, None)
+    skip_steps: tuple[int, ...] = checked(list_of(number(0, MAX_STEPS), 100_000), ())
+    context_parallel: str = checked(one_of(("ring", "ulysses")), "ring")
+    output: str = checked(_path, "trained")
+    report_to: str = checked(_text, "")
+    project_name: str = checked(_text, "")
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     fully_shard: ShardConfig = ShardConfig()
@@ -260,19 +257,22 @@ class TrainConfig(_Settings):
         return self.iters // self.grad_accumulation_steps
 
 
-def _build(kind: type[_Settings], table: Any, tables: Mapping[str, Any] | None = None) -> Any:
+def _build(kind: type[_Settings], table: Any, tables: Mapping[str, Any] = {}) -> Any:
     if not isinstance(table, Mapping):
         raise InvalidArgument(f"{kind._table} is {table!r:.50}, not a table: write [{kind._table}]")
-    fields = {one.name: one for one in _checked_fields(kind)}
-    prefix = f"{kind._table}.".lstrip(".")
-    for name in table.keys() - fields.keys():
-        known = [*fields, *(tables or {})]
-        close = difflib.get_close_matches(name, known, n=1)
-        raise InvalidArgument(
-            f"there is no setting {prefix}{name:.50}; "
-            + (f"did you mean {prefix}{close[0]}?" if close else f"there are {', '.join(known)}")
-        )
-    for name, one in fields.items():
-        if name not in table and one.default is _REQUIRED and one.default_factory is _REQUIRED:
-            raise InvalidArgument(f"{prefix}{name} is missing")
-    return kind(**table, **(tables or {}))
+    checks, prefix = checks_of(kind), f"{kind._table}.".lstrip(".")
+    try:
+        require_settings(prefix, table, [*checks, *tables])
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    for one in dataclasses.fields(kind):
+        if one.name in checks and one.name not in table and one.default is one.default_factory is MISSING:
+            raise InvalidArgument(f"{prefix}{one.name} is missing")
+    return kind(**table, **tables)
+
+
+def require_settings(prefix: str, table: Iterable[str], known: Collection[str]) -> None:
+    """Raises ValueError: the table has a setting that is none of those known."""
+    for name in table:
+        if name not in known:
+            raise ValueError(f"there is no setting {prefix}{printable(name[:50])}; {suggestion(name, known, prefix)}")

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.table import Table
 
+from mlxdist.base import validation
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.cuts import cuts
+from mlxdist.nn.models.load.adapters import LORA, check_lora
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint.ranks import gather
-from .config import TrainConfig
+from .config import MAX_STEPS, TrainConfig, require_settings
 from .flops import vocabulary_size
 from .model_folder import require_no_folder
 from .report import check_reporters
@@ -28,7 +30,6 @@ from .rows import Dataset
 
 __all__ = ["RowCounts", "check_folders", "check_settings", "check_tokens", "count_rows", "show"]
 
-_LORA = ("rank", "scale", "dropout", "keys")
 _SCHEDULE = ("name", "arguments", "warmup", "warmup_init")
 _SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _STEPS_AT_ONCE = 100_000
@@ -36,19 +37,10 @@ _STEPS_AT_ONCE = 100_000
 
 def check_settings(config: TrainConfig) -> None:
     """Raises InvalidArgument: settings do not fit each other, or are none that mlx-lm knows."""
-    if config.steps < 1:
-        raise InvalidArgument(
-            f"iters is {config.iters}, and a step takes grad_accumulation_steps = {config.grad_accumulation_steps} "
-            "iterations, so there would be no step; make iters larger"
-        )
-    if config.weights == "pretrained" and config.fine_tune_type != "full":
-        _check_lora(config.lora_parameters)
-    for name, number in _numbers("optimizer_config", config.optimizer_config):
-        if not math.isfinite(number):
-            raise InvalidArgument(f"{name} is {number}, not a finite number")
-    if config.lr_schedule:
-        _check_schedule(config.lr_schedule, config.steps)
-    check_reporters(config)
+    try:
+        _check_settings(config)
+    except ValueError as error:  # of a check, or InvalidArgument
+        raise InvalidArgument(str(error)) from error
 
 
 def check_folders(config: TrainConfig) -> None:
@@ -163,32 +155,28 @@ def show(
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def _check_lora(parameters: Mapping[str, Any]) -> None:
-    _require_known("lora_parameters", parameters, _LORA)
-    for name in ("rank", "scale", "dropout"):
-        if name not in parameters:
-            raise InvalidArgument(f"lora_parameters.{name} is missing")
-    rank, scale, dropout = (parameters[name] for name in ("rank", "scale", "dropout"))
-    if type(rank) is not int or rank < 1:
-        raise InvalidArgument(f"lora_parameters.rank is {rank!r:.50}, not a whole number from 1")
-    if type(scale) not in (int, float) or not math.isfinite(scale):
-        raise InvalidArgument(f"lora_parameters.scale is {scale!r:.50}, not a finite number")
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise InvalidArgument(f"lora_parameters.dropout is {dropout!r:.50}, not a number from 0 and below 1")
-    keys = parameters.get("keys")
-    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
-        raise InvalidArgument(f"lora_parameters.keys is {keys!r:.50}, not a list of names of modules")
+def _check_settings(config: TrainConfig) -> None:
+    if config.steps < 1:
+        raise InvalidArgument(
+            f"iters is {config.iters}, and a step takes grad_accumulation_steps = {config.grad_accumulation_steps} "
+            "iterations, so there would be no step; make iters larger"
+        )
+    if config.weights == "pretrained" and config.fine_tune_type != "full":
+        require_settings("lora_parameters.", config.lora_parameters, LORA)
+        check_lora("lora_parameters", config.lora_parameters)
+    _require_finite("optimizer_config", config.optimizer_config)
+    if config.lr_schedule:
+        _check_schedule(config.lr_schedule, config.steps)
+    check_reporters(config)
 
 
 def _check_schedule(settings: Mapping[str, Any], steps: int) -> None:
     from mlx_lm.tuner.utils import build_schedule
 
-    _require_known("lr_schedule", settings, _SCHEDULE)
-    if settings.get("name") not in _SCHEDULES:
-        raise InvalidArgument(f"lr_schedule.name is {settings.get('name')!r:.50}, not one of {', '.join(_SCHEDULES)}")
-    warmup = settings.get("warmup", 0)
-    if type(warmup) is not int or warmup < 0:
-        raise InvalidArgument(f"lr_schedule.warmup is {warmup!r:.50}, not a number of steps from 0")
+    require_settings("lr_schedule.", settings, _SCHEDULE)
+    _require_finite("lr_schedule", settings)
+    validation.one_of(_SCHEDULES)("lr_schedule.name", settings.get("name"))
+    validation.number(0, MAX_STEPS)("lr_schedule.warmup", settings.get("warmup", 0))
     try:
         schedule = build_schedule(dict(settings))
         for start in range(0, steps, _STEPS_AT_ONCE):
@@ -208,21 +196,13 @@ def _check_schedule(settings: Mapping[str, Any], steps: int) -> None:
         raise InvalidArgument(f"lr_schedule is wrong: {error!r}") from error
 
 
-def _require_known(name: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    if unknown := [key for key in table if key not in known]:
-        raise InvalidArgument(f"there is no setting {name}.{unknown[0]:.50}; there are {', '.join(known)}")
-    for path, number in _numbers(name, table):
-        if not math.isfinite(number):
-            raise InvalidArgument(f"{path} is {number}, not a finite number")
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The floats of a table, with their names."""
+def _require_finite(name: str, value: Any) -> None:
+    """Of all numbers in a table."""
     if isinstance(value, float):
-        yield name, value
+        validation.finite(name, value)
     elif isinstance(value, Mapping | list):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _numbers(f"{name}.{key}", inner)
+            _require_finite(f"{name}.{key}", inner)
 
 
 def _require_writable(name: str, directory: Path) -> None:

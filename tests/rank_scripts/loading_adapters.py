@@ -95,10 +95,20 @@ def reject_damaged_adapters(directory: Path) -> None:
     overlapping = {"data_offsets": [start, start + bytes_of_first]}
     full = (directory / "adapters-full" / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"')
     for words, settings, change, data in [
-        (["lora_parameters must be an object"], {"lora_parameters": "scale"}, {}, weights),
-        (["scale must be a number"], {"lora_parameters": parameters | {"scale": "x"}}, {}, weights),
-        (["rank must be from 1"], {"lora_parameters": parameters | {"rank": 2**31 - 1}}, {}, weights),
-        (["num_layers must be"], {"num_layers": None}, {}, weights),
+        (["lora_parameters is 'scale', not an object"], {"lora_parameters": "scale"}, {}, weights),
+        (
+            ["lora_parameters.scale is 'x', not a finite number"],
+            {"lora_parameters": parameters | {"scale": "x"}},
+            {},
+            weights,
+        ),
+        (
+            ["lora_parameters.rank is 2147483647, not a whole number from 1 to 65536"],
+            {"lora_parameters": parameters | {"rank": 2**31 - 1}},
+            {},
+            weights,
+        ),
+        (["num_layers is None, not a whole number"], {"num_layers": None}, {}, weights),
         (["more than 1000000"], {"more": "x" * 10**6}, {}, weights),
         ([first, "int32"], {}, {"dtype": "I32"}, weights),
         (["is damaged", "tensor"], {}, overlapping, weights),

@@ -256,7 +256,7 @@ def test_other_files_are_rejected(text, words, tmp_path):
         lambda case: case["case"].update(bytes=0),
         lambda case: case["case"].update(bytes=[]),
         lambda case: case.update(microseconds=None),
-        lambda case: case["microseconds"].update(median=float("nan")),
+        lambda case: case["microseconds"].update(median=-1.0),
         lambda case: case["microseconds"].update(p99="fast"),
         lambda case: case.update(variant=["mlxdist"]),
         lambda case: case.update(transfer={"median": 0}),
@@ -267,6 +267,15 @@ def test_malformed_cases_are_rejected(results, spoil, tmp_path):
     spoil(results["cases"][1])
     (tmp_path / "a.json").write_text(json.dumps(results))
     assert "case 1 is malformed" in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
+
+
+def test_a_time_that_is_no_number_is_rejected(results, tmp_path):
+    results["cases"][1]["microseconds"]["median"] = float("nan")
+    (tmp_path / "a.json").write_text(json.dumps(results, indent=1))
+    text = (tmp_path / "a.json").read_text()
+    line = 1 + text.count("\n", 0, text.index("NaN"))
+    printed = bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
+    assert f"NaN is not a number of JSON (line {line}, column" in printed
 
 
 CASE = {"operation": "all_reduce", "dtype": "float32", "bytes": 4000}

@@ -8,7 +8,7 @@ from mlxdist.base import tuning_file
 from mlxdist.base.environment import MAX_RANKS, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cluster.hostfile.rank_shares import check_hosts
-from mlxdist.runtime.group import tuning
+from mlxdist.runtime.group.group import tuning
 from mlxdist.runtime.group.tuning import MAX_BYTES, MAX_ROWS, Row, Tuning
 from mlxdist.runtime.native import ffi, lib
 from mlxdist.tools.calibrate.algorithms import choose, measured_sizes
@@ -90,7 +90,8 @@ def test_numbers_are_those_of_the_engine():
         (table(schema=1), "its schema is 1, and this mlxdist reads 2"),
         (table(schema=True), "its schema is True"),
         (json.dumps({"algorithms": []}), "its schema is None"),
-        (table(colour="red"), "there is no field 'colour'"),
+        (table(colour="red"), "there is no field 'colour'; there are schema, machine, date, hosts"),
+        (table(algoritms=[]), "there is no field 'algoritms'; did you mean algorithms?"),
         (table(algorithms=7), 'in "algorithms": it is not a list of at most'),
         (table(ROW, ROW | {"bytes": 5000}, 7), "row 3 must have the fields operation, ranks, bytes, algorithm"),
         (table(ROW | {"note": ""}), "row 1 must have the fields"),

@@ -57,6 +57,7 @@ resume = true
         (LEAST + "batchsize = 4", "there is no setting batchsize; did you mean batch_size?"),
         (LEAST + "zzzz = 4", "there is no setting zzzz; there are model, data"),
         (LEAST + "[mesh]\nfsd = 4", "there is no setting mesh.fsd; did you mean mesh.fsdp?"),
+        (LEAST + '"\\u001b[2J" = 4', "there is no setting ?[2J; there are model"),
         (LEAST + "mesh = 4", "mesh is 4, not a table: write [mesh]"),
         (LEAST + "iters = 0", "iters is 0, not a whole number from 1"),
         (LEAST + "iters = true", "iters is True, not a whole number"),

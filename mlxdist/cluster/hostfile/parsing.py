@@ -1,6 +1,5 @@
 """Hostfile parsing: detects the format and reports all errors at once, each with its line."""
 
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from dataclasses import replace
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import Located, parse_located
-from mlxdist.base.validation import read_bounded
+from mlxdist.base.validation import nearest, read_bounded
 
 from . import device_map
 from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_name, check_variable
@@ -219,6 +218,6 @@ def _texts(found: Located | None, what: str, check: Callable[[object], str | Non
 def _warn_of_unknown(found: Located, known: tuple[str, ...], problems: Problems) -> None:
     for name, value in found.value.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+            close = nearest(name, known)
+            meant = f"; did you mean {close!r}?" if close else f"; known are {', '.join(known)}"
             problems.warn(value.line, f"{name!r:.80} is not known and changes nothing{meant}")

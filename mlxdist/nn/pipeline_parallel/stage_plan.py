@@ -339,9 +339,7 @@ _FIELDS: Mapping[str, validation.Check] = {
     "ranges": validation.list_of(validation.row_of(_BYTES, _BYTES), MAX_RANKS**2),
     "rank_shares": validation.or_null(validation.list_of(validation.positive(1e300), MAX_RANKS)),
     "layer_bytes": validation.list_of(_BYTES, 10**6),
-    "outside_bytes": lambda _, value: validation.fields_of(
-        dict.fromkeys(("before", "after", "both", "all"), _BYTES), value
-    ),
+    "outside_bytes": validation.object_of(dict.fromkeys(("before", "after", "both", "all"), _BYTES)),
     "message_bytes": validation.list_of(_BYTES, MAX_RANKS**2),
 }
 

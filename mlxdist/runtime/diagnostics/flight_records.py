@@ -9,7 +9,20 @@ from typing import Any
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, read_bounded, row_of, text
+from mlxdist.base.validation import (
+    build,
+    checked,
+    flag,
+    list_of,
+    map_of,
+    number,
+    object_of,
+    or_null,
+    read_bounded,
+    row_of,
+    share,
+    text,
+)
 
 from .step import Computed
 
@@ -47,12 +60,6 @@ def _groups(name: str, value: Any) -> dict[int, tuple[int, ...]]:
         _GROUP(name, int(id) if re.fullmatch(r"[0-9]{1,5}", id, re.ASCII) else -1): members
         for id, members in _MEMBERS(name, value).items()
     }
-
-
-def _share(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r:.50}, not a share")
-    return float(value)
 
 
 def _computed(name: str, value: Any) -> Computed:
@@ -122,7 +129,7 @@ class FlightRecord:
     step: int | None = checked(or_null(_ANY))  # of mlxdist.set_step
     total_steps: int | None = checked(or_null(_ANY))
     # Of the last step of a stage of a pipeline: the share of the time in which it has computed nothing, and its spans.
-    bubble: float | None = checked(or_null(_share))
+    bubble: float | None = checked(or_null(share))
     computed: tuple[Computed, ...] = checked(list_of(_computed, MAX_OPERATIONS))
     bytes_sent: int = checked(_ANY)  # since the beginning
     bytes_received: int = checked(_ANY)
@@ -130,7 +137,7 @@ class FlightRecord:
     groups: dict[int, tuple[int, ...]] = checked(_groups)
     threads: dict[str, str] = checked(map_of(text(), MAX_THREADS))  # where each thread is in the program
     # In the order in which they were started.
-    operations: tuple[Operation, ...] = checked(list_of(lambda name, value: build(Operation, value), MAX_OPERATIONS))
+    operations: tuple[Operation, ...] = checked(list_of(object_of(Operation), MAX_OPERATIONS))
 
 
 def record_file_name(rank: int) -> str:

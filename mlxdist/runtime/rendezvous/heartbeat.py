@@ -15,7 +15,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import build, checked, fields_of, flag, list_of, number, or_null, printable, text
+from mlxdist.base.validation import checked, fields_of, flag, list_of, number, object_of, or_null, printable, text
 from mlxdist.base.validation import seconds as duration
 
 from .event_loop import Connection, EventLoop
@@ -124,7 +124,7 @@ def unpack_peer_status(payload: bytes) -> tuple[dict[int, PeerStatus], int, set[
 
 _PEER_STATUS = {
     "size": number(1, MAX_RANKS),
-    "peers": list_of(lambda name, value: build(PeerStatus, value), MAX_RANKS),
+    "peers": list_of(object_of(PeerStatus), MAX_RANKS),
     "requested": list_of(number(0, MAX_RANKS - 1), MAX_RANKS),
 }
 

@@ -9,7 +9,6 @@ machine) where bytes move, and more that the benchmark counts. Two results of th
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import fields_of, list_of, map_of, number, object_of, or_null, read_bounded, seconds, text
+from mlxdist.base.validation import (
+    fields_of,
+    list_of,
+    map_of,
+    number,
+    object_of,
+    or_null,
+    positive,
+    read_bounded,
+    seconds,
+    text,
+)
 
 from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
 from .sizes import format_size
@@ -82,12 +92,6 @@ def load(path: Path) -> Results:
     return found
 
 
-def _time(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r:.50}, not a time")
-    return value
-
-
 def _case(name: str, value: Any) -> dict[str, Any]:
     found = _FIELDS(name, value)
     for key, value in found.items():
@@ -95,15 +99,14 @@ def _case(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
+_TIME = positive(1e15)
 _FIELDS = map_of(lambda name, value: value, 1000)
 _RESULT = {
     "case": _case,
     "variant": text(),
     "wrong": number(0, _MAX_SIZE),
     "refused": or_null(text(10_000)),
-    "microseconds": or_null(
-        object_of({"median": _time, "p10": _time, "p90": _time, "p99": _time, "min": _time, "max": _time})
-    ),
+    "microseconds": or_null(object_of(dict.fromkeys(("median", "p10", "p90", "p99", "min", "max"), _TIME))),
 }
 _SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), text(100_000)) | {
     "ranks": number(1, _MAX_SIZE),
@@ -129,7 +132,7 @@ def _check(found: Any) -> None:
         raise ValueError(f"its schema is {found.get('schema')!r:.40}, and this mlxdist reads {SCHEMA}")
     fields_of(_FILE, found)
     for number_, result in enumerate(found["cases"]):
-        limits = {name: or_null(object_of({"median": _time})) for name in LIMITS if name in result}
+        limits = {name: or_null(object_of({"median": _TIME})) for name in LIMITS if name in result}
         try:
             checked = fields_of(_RESULT | limits, result)
             if checked["microseconds"] is None and checked["refused"] is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, ResourceError, name_ranks, ranks_have
-from mlxdist.base.validation import build, fields_of, flag, list_of, printable, text
+from mlxdist.base.validation import fields_of, flag, list_of, object_of, printable, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections
 from mlxdist.launch.jobs import Job, exact_job, find_job, read_job
@@ -204,7 +204,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
 
 _RESPONSE = {
     "records": list_of(lambda name, value: value, MAX_RANKS),
-    "members": list_of(lambda name, value: build(PeerStatus, value), MAX_RANKS),
+    "members": list_of(object_of(PeerStatus), MAX_RANKS),
     "notes": list_of(text(_MAX_TEXT), MAX_RANKS),
     "ended": flag,
 }

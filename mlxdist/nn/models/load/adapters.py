@@ -1,7 +1,6 @@
 """Adapters that mlx-lm's lora training has saved, on a model that is sharded: each rank takes its shard of them."""
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -11,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlxdist.base import validation
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import WeightFile
@@ -24,7 +24,16 @@ from ..plan import Plan
 from ..plan.adapters import adapter_shard
 from .blobs import broadcast_blob
 
-__all__ = ["Adapters", "full_model", "put_adapters", "put_several", "read_adapters", "require_adapters_of"]
+__all__ = [
+    "LORA",
+    "Adapters",
+    "check_lora",
+    "full_model",
+    "put_adapters",
+    "put_several",
+    "read_adapters",
+    "require_adapters_of",
+]
 
 Adapters = tuple[dict[str, Any], dict[str, mx.array]]  # the settings and the matrices of a directory
 
@@ -144,29 +153,42 @@ def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx
         raise InvalidArgument(
             f"load_sharded: adapters of the kind {kind!r} cannot be sharded; fuse them with mlx_lm.fuse"
         )
-    if kind == "lora" and (wrong := _wrong_in(parsed)):
-        raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
+    if kind == "lora":
+        try:
+            validation.fields_of(_CONFIG, parsed)
+        except ValueError as error:
+            raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {error}") from None
     return parsed, arrays
 
 
-def _wrong_in(config: Mapping[str, Any]) -> str | None:
-    """What is wrong in it for mlx-lm's linear_to_lora_layers."""
-    number, parameters = config.get("num_layers"), config.get("lora_parameters")
-    if type(number) is not int:
-        return f"num_layers must be a number of layers, not {number!r:.100}"
+def check_lora(name: str, parameters: Any) -> None:
+    """Raises ValueError: they are none that mlx-lm's linear_to_lora_layers takes."""
     if not isinstance(parameters, dict):
-        return f"lora_parameters must be an object, not {parameters!r:.100}"
-    values: list[Any] = [parameters.get(name) for name in ("rank", "scale", "dropout", "keys")]
-    rank, scale, dropout, keys = values
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        return f"rank must be from 1 to {MAX_RANK}, not {rank!r:.100}"
-    if type(scale) not in (int, float) or not math.isfinite(scale):
-        return f"scale must be a number, not {scale!r:.100}"
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        return f"dropout must be from 0 to below 1, not {dropout!r:.100}"
-    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
-        return f"keys must be a list of names, not {keys!r:.100}"
-    return None
+        raise ValueError(f"{name} is {parameters!r:.50}, not an object")
+    try:
+        validation.fields_of(LORA, {"keys": None} | parameters)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from None
+
+
+def _dropout(name: str, value: Any) -> None:
+    if validation.finite(name, value) < 0 or value >= 1:
+        raise ValueError(f"{name} is {value!r:.50}, not a number from 0 and below 1")
+
+
+def _keys(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, list) and all(isinstance(key, str) for key in value)):
+        raise ValueError(f"{name} is {value!r:.50}, not a list of names of modules")
+
+
+# What mlx-lm's linear_to_lora_layers takes.
+LORA: Mapping[str, validation.Check] = {
+    "rank": validation.number(1, MAX_RANK),
+    "scale": validation.finite,
+    "dropout": _dropout,
+    "keys": _keys,
+}
+_CONFIG: Mapping[str, validation.Check] = {"num_layers": validation.number(-1, 65536), "lora_parameters": check_lora}
 
 
 def _put_on(model: nn.Module, config: Mapping[str, Any]) -> None:

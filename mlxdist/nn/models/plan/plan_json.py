@@ -72,7 +72,7 @@ def _check(shard: Shard, ranks: int) -> None:
 def _exactly(checks: Mapping[str, validation.Check], value: Any) -> dict[str, Any]:
     fields = validation.fields_of(checks, value)
     if more := value.keys() - fields.keys():
-        raise ValueError(f"{min(more)!r:.50} is no field of it")
+        raise ValueError(f"{min(more)!r:.50} is no field of it; {validation.suggestion(min(more), checks)}")
     return fields
 
 
