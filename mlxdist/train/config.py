@@ -56,6 +56,7 @@ _rank_count = number(-1, 65536)
 _seed = number(0, 2**32 - 1)
 
 
+@dataclass(frozen=True)
 class _Settings:
     """Base of the configuration's dataclasses: checks what they are made of, and keeps what the checks return.
 
@@ -257,7 +258,7 @@ class TrainConfig(_Settings):
         return self.iters // self.grad_accumulation_steps
 
 
-def _build(kind: type[_Settings], table: Any, tables: Mapping[str, Any] = {}) -> Any:
+def _build(kind: Any, table: Any, tables: Mapping[str, Any] = {}) -> Any:
     if not isinstance(table, Mapping):
         raise InvalidArgument(f"{kind._table} is {table!r:.50}, not a table: write [{kind._table}]")
     checks, prefix = checks_of(kind), f"{kind._table}.".lstrip(".")

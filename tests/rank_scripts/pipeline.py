@@ -82,7 +82,7 @@ def cuts(name):
     for options in ({"rank_shares": range(1, size + 1)}, {"virtual": 2}, {"virtual": 3 if size < 4 else 2}):
         model = tiny_models.build(name, num_hidden_layers=9)
         plan = plan_stages(model, size, **options)
-        pipeline_parallel(model, group=group, plan=plan)
+        pipeline_parallel(model, group=group, stage_plan=plan)
         assert [list(chunk) for chunk in model.stage.chunks] == [list(range(*pair)) for pair in plan.ranges[rank::size]]
         same(str(options), logits(model, PROMPT, 2)[0], expected)
 
@@ -248,7 +248,7 @@ def bad_input():
         before = [type(module) for module in model.modules()], tree_flatten(model.parameters())
         kind = mlxdist.Mismatch if "disagree" in words else mlxdist.InvalidArgument
         with pytest.raises(kind, match=words):
-            pipeline_parallel(model, group=group, plan=plan)
+            pipeline_parallel(model, group=group, stage_plan=plan)
         assert [type(module) for module in model.modules()] == before[0]
         assert all(a is b for (_, a), (_, b) in zip(tree_flatten(model.parameters()), before[1], strict=True))
 

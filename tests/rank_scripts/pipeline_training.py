@@ -46,7 +46,7 @@ def batch_of(rows, seed=1):
 def staged(name, mesh, virtual=1, **sizes):
     model = tiny_models.build(name, **sizes)
     plan = plan_stages(model, mesh.size("pp"), virtual=virtual)
-    return pipeline_parallel(model, group=mesh["pp"], plan=plan)
+    return pipeline_parallel(model, group=mesh["pp"], stage_plan=plan)
 
 
 def by_reference(full, batch, micro_batches):

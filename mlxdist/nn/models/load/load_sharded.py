@@ -132,7 +132,7 @@ def load_sharded(
             row = group_of(group.split(group.rank() // plan.ranks))
         model = shard_model(model, plan, group=row)
         if stage_plan is not None:
-            pipeline_parallel(model, group=group_of(group.split(group.rank() % plan.ranks)), plan=stage_plan)
+            pipeline_parallel(model, group=group_of(group.split(group.rank() % plan.ranks)), stage_plan=stage_plan)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, row.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
