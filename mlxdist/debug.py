@@ -48,7 +48,7 @@ class NanGuard:
     output to the graph, and of its input where that is no module's output, such as a sum of residuals. They are
     evaluated together with the activation, and read by :meth:`check`: no module waits. In the other steps a call costs
     one comparison. It works inside ``nn.value_and_grad`` and ``mx.checkpoint``, and leaves values and gradients bitwise
-    as they are. What is called inside ``mx.compile`` it does not see.
+    as they are. Calls inside ``mx.compile`` are not observed.
 
     The activations of a step with non-finite parameters are no hint of where those come from. So with ``every`` above 1
     go back to the checkpoint before, and repeat the steps from there with ``every=1``.
@@ -104,6 +104,7 @@ class NanGuard:
         wrong = (i for i, values in enumerate(extremes) if not all(map(math.isfinite, values)))
         number = next(wrong, _ALL_FINITE) if activations else _NONE_CALLED
         group = self._group
+        # Call number and rank in one integer: the all_min finds the earliest call, and of equal ones the lowest rank.
         first: Any = all_min(mx.array([number * group.size() + group.rank()], mx.int64), group=group).item()
         number, rank = divmod(first, group.size())
         if number == _ALL_FINITE:
@@ -130,7 +131,7 @@ class NanGuard:
         self.close()
 
     def _observed(self, kind: Any) -> type:
-        """The class ``kind`` with a call that is observed. Its name stays, for those who look modules up by it."""
+        """A subclass of ``kind`` whose calls are observed. It keeps the name, by which other code finds modules."""
 
         def __call__(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
             path = self._names.get(id(module)) if self._collects else None
@@ -145,7 +146,10 @@ class NanGuard:
         return type(kind.__name__, (kind,), names | {"__call__": __call__, "_nan_guard": self})
 
     def _extremes(self, path: str, is_input: bool, x: Any) -> list[mx.array]:
-        """Those of an array of floats that has not been observed just before, of another module."""
+        """Adds the array of floats ``x`` to the activations of this step and returns its extremes, of shape (2,).
+
+        The list is empty for anything else, and for an array that was observed just before, as the output of a module.
+        """
         if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating) or x.size == 0:
             return []
         if any(x is other for other in self._recent):
@@ -157,8 +161,8 @@ class NanGuard:
         return [extremes]
 
     def _after(self, x: Any, extremes: list[mx.array]) -> Any:
-        """``x``, evaluated only together with these. Of an input there is no such copy, which would have a gradient of
-        its own, and change the order in which those of all uses are summed."""
+        """Returns a copy of ``x`` that depends on ``extremes``: both are evaluated together. An input gets no such
+        copy: it would have a gradient of its own, and change the order in which MLX sums the gradients of all uses."""
         if not extremes or not isinstance(x, mx.array):
             return x
         x = mx.depends(x, extremes)
@@ -166,7 +170,7 @@ class NanGuard:
         return x
 
     def _report(self, activations: list[_Activation], extremes: list[list[float]]) -> str:
-        """Of activations of which the last one alone is not finite."""
+        """An error text: a table of the last 20 modules' activations, of which only the last one is not finite."""
         first = max(0, len(activations) - 1)
         modules: set[str] = set()
         while first > 0 and len(modules | {activations[first - 1].path}) <= _SHOWN:
@@ -194,7 +198,7 @@ def _name(activation: _Activation) -> str:
 
 
 def _evaluated(activations: list[_Activation]) -> list[_Activation]:
-    """Those that have a value. Arrays that ``mx.compile`` or ``mx.vmap`` has traced do not."""
+    """Evaluates activations; returns those with a value. Arrays that ``mx.compile`` or ``mx.vmap`` traced have none."""
 
     def has_value(*arrays: mx.array) -> bool:
         try:
@@ -211,6 +215,6 @@ def _evaluated(activations: list[_Activation]) -> list[_Activation]:
 
 
 def _text_of(rank: int, text: str, group: Group) -> str:
-    """That of one rank, on all."""
+    """Broadcasts the text of rank ``rank`` of ``group``, and returns it on all ranks."""
     encoded = mx.array(np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8))
     return np.array(broadcast(encoded, rank, group=group)).tobytes().rstrip(b"\0").decode(errors="replace")

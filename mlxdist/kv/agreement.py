@@ -17,7 +17,7 @@ def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: G
     """Sends ``said``, a value of JSON, or why there is none, to receivers, which call :func:`answer`.
 
     Returns:
-        What each of them answers.
+        The answer of each receiver, in the order of ``peers``.
 
     Raises:
         InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one.
@@ -26,6 +26,7 @@ def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: G
         send_json({"problem": _problem(refusal, group), "said": said}, peer, group)
     problems, answers = _recv_all(peers, group)
     problem = next(filter(None, problems), None)
+    # The third message: what one receiver rejects, all ranks must raise before any rank sends an array.
     for peer in peers:
         send_json(problem, peer, group)
     _raise(problem, refusal)
@@ -35,11 +36,11 @@ def propose(said: Any, refusal: Exception | None, peers: Sequence[int], group: G
 def answer(
     decide: Callable[[list[Any]], list[Any]], refusal: Exception | None, peers: Sequence[int], group: Group
 ) -> list[Any]:
-    """Sends each sender what ``decide`` makes of what the senders say, a value of JSON for each, and returns it all.
+    """Calls ``decide`` with the senders' proposals; sends each sender its answer, a value of JSON; returns all answers.
 
     Raises:
         InvalidArgument, Mismatch: on all ranks: there is a ``refusal`` on one, or ``decide`` raises one. Another
-            exception of it, by what is no message of :func:`propose`, is a Mismatch.
+            exception of ``decide``, as a malformed proposal causes it, is a Mismatch.
     """
     problems, said = _recv_all(peers, group)
     problem, answers = next(filter(None, [_problem(refusal, group), *problems]), None), [None] * len(peers)
@@ -58,7 +59,7 @@ def answer(
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Calls ``make`` and returns its result, or the exception that it raises: the other ranks wait to hear of it."""
+    """Calls ``make`` and returns its result, or the exception that it raises: the other ranks wait for either."""
     try:
         return make(), None
     except Exception as error:
@@ -66,7 +67,7 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def no_cache(ranks: str, error: Exception) -> Mismatch:
-    """The error for messages that are none, or are of an mlx-lm with other caches."""
+    """The error for a malformed message, or one from an mlx-lm that has other caches."""
     return Mismatch(f"kv: what {ranks} sends is no prompt cache of this mlx-lm: {error!r}")
 
 

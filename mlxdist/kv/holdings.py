@@ -27,7 +27,7 @@ __all__ = ["Held", "holdings"]
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of one cache, which may be one of several in a ``CacheList``.
+    """A rank's part of one cache. The cache may be one of several in a ``CacheList``.
 
     Attributes:
         listed: whether it is in a ``CacheList``.
@@ -46,7 +46,7 @@ class Held:
 
 
 def holdings(model: Any) -> list[list[Held]]:
-    """What this rank has of each layer's cache in ``make_prompt_cache(model)``. No collective.
+    """This rank's part of each layer's cache, in the order of ``make_prompt_cache(model)``. Calls no collective.
 
     Raises:
         InvalidArgument: how a layer's cache is cut is not known, or how the model is sharded.
@@ -72,7 +72,7 @@ def holdings(model: Any) -> list[list[Held]]:
 
 
 def _takers(model: Any, cache: list[Any]) -> dict[int, nn.Module]:
-    """By the ``id`` of a cache the innermost module that takes it, the first if there are several."""
+    """The innermost module that takes each cache, by the ``id`` of the cache; the first if several modules take it."""
     takers: dict[int, nn.Module] = {}
 
     def call(kind: Any, self: nn.Module, *args: Any, **keywords: Any) -> Any:
@@ -89,7 +89,7 @@ def _takers(model: Any, cache: list[Any]) -> dict[int, nn.Module]:
 
 
 def _held(part: Any, listed: bool, module: nn.Module, path: str, inside: dict[str, Cut]) -> Held:
-    """What a rank has of one cache that ``module`` takes, of the cuts of the parameters in that."""
+    """A rank's part of one cache that ``module`` takes, from the cuts of the parameters ``inside`` that module."""
     name = type(part).__name__
     if CACHES.get(name) is not type(part):
         raise InvalidArgument(f"mlx_lm.models.cache has no {name}")
@@ -117,7 +117,7 @@ def _cut_heads(
     module: nn.Module, path: str, inside: dict[str, Cut], keys: mx.array
 ) -> tuple[tuple[int, ...], int] | None:
     """The numbers of the KV heads of ``keys``, (batch, heads, tokens, width), and how many the full model has, from
-    the outputs of the projection that makes them; ``None``: they do not tell."""
+    the outputs of the projection that makes them; ``None``: the outputs do not determine them."""
     name = first(module, (*patterns.KEYS, "kv_b_proj", *patterns.FUSED, *patterns.FUSED_BY_KV_HEAD))
     prefix = join_path(path, name or "-")
     # An adapter has it one deeper.
@@ -141,12 +141,13 @@ def _cut_heads(
 
 
 def _heads_in_fused(outputs: np.ndarray, total: int, count: int, width: int) -> tuple[tuple[int, ...], int] | None:
-    """The same of a layer with all queries, then all keys, then all values, all heads of one width."""
+    """The result of :func:`_cut_heads` for a layer of all queries, then all keys, then all values, of one width."""
     length = count * width
     queries = outputs.size - 2 * length
     if queries <= 0 or outputs.size % width or total % width:
         return None
     keys, values = outputs[queries : queries + length], outputs[queries + length :]
+    # Between a key output and the value output of the same head lie the keys of all heads of the full model.
     kv_heads = int(values[0] - keys[0]) // width
     before = total // width - 2 * kv_heads
     return tuple(number - before for number in _numbers(keys, width)), kv_heads

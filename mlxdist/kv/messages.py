@@ -1,4 +1,4 @@
-"""What one rank sends another: descriptions as bounded JSON, and arrays one after the other."""
+"""Messages between two ranks: descriptions as bounded JSON, and arrays one after the other."""
 
 import json
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = ["INVALID", "Receives", "Sends", "recv_json", "send_json"]
 
 # A description has a few hundred bytes for each layer.
 MAX_DESCRIPTION_BYTES = 1 << 24
-# What reading a message raises that is none.
+# The exceptions that reading a malformed message raises.
 INVALID = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
-# Not that of the model: on a CPU it would send a layer after the ones behind it.
+# Not the stream of the model: on a CPU that one would send a layer only after the layers queued behind it.
 _stream = mx.new_thread_local_stream(mx.cpu)
 
 
@@ -55,12 +55,12 @@ class Sends:
         self.started: list[mx.array] = []
 
     def add(self, x: mx.array, dst: int) -> None:
-        """Sends an array of any shape and dtype to rank ``dst``. One without elements is computed: there is no message,
-        but in the cache of a layer of another stage it depends on the messages of that."""
+        """Sends an array of any shape and dtype to rank ``dst``. An array without elements is only computed: it needs
+        no message, but in the cache of another stage's layer it depends on the messages of that stage."""
         self.compute(send_array(x, dst, group=self.group, stream=_stream) if x.size else x)
 
     def compute(self, x: mx.array) -> None:
-        """Starts what other ranks wait for: one by one, as of a list MLX chooses the order."""
+        """Starts ``x``, which other ranks wait for. Arrays start one by one: in a list, MLX chooses the order."""
         mx.async_eval(x)
         self.started.append(x)
 

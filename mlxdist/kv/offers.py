@@ -1,4 +1,4 @@
-"""What a sender says of its cache: checked data, without communication."""
+"""A sender's description of its cache: checked data, without communication."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +16,11 @@ __all__ = ["Offer", "Offers", "alike", "as_json", "not_of_model", "offer", "read
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender has of one cache.
+    """A sender's part of one cache.
 
     Attributes:
-        name: the class.
-        state: described.
+        name: the name of the class, one of ``CACHES``.
+        state: the state, as :func:`described` returns it.
         listed, heads, total, widths: as in :class:`Held`.
 
     Raises:
@@ -67,7 +67,7 @@ class Offer:
 
     @property
     def common(self) -> Any:
-        """What is the same on all senders."""
+        """The values that are the same on all senders of one cache: class, rest of the state, batch size and tokens."""
         sizes = sorted({(x["shape"][0], x["shape"][2] if self.by_heads else 0) for x in arrays_of(self.contents)})
         return self.name, self.listed, self.rest, sizes
 
@@ -82,10 +82,10 @@ Offers = list[list[Offer]]  # of each layer, of each of its caches
 
 
 def offer(cache: Sequence[Any], held: list[list[Held]]) -> tuple[list[list[Any]], Offers]:
-    """The states of a cache, as of :func:`state_of`, and what is said of them.
+    """The states of a cache, as :func:`state_of` returns them, and the offer for each of them.
 
     Raises:
-        InvalidArgument: the cache is not one of the model that has what is held.
+        InvalidArgument: the cache is not one of the model whose parts are ``held``.
     """
     parts = [parts_of(layer) for layer in cache]
     if [len(layer) for layer in parts] != [len(layer) for layer in held]:
@@ -112,7 +112,7 @@ def read_offers(layers: Any) -> Offers:
 
 
 def as_json(offers: Offers) -> Any:
-    """For :func:`read_offers`."""
+    """Offers as a value of JSON, which :func:`read_offers` reads."""
     return [[asdict(one) for one in layer] for layer in offers]
 
 

@@ -1,4 +1,4 @@
-"""Which model a cache is of: what senders and receivers compare."""
+"""The description of a cache's model, which senders and receivers compare."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -18,7 +18,7 @@ _SAMPLE = 4  # elements of each parameter
 
 
 class _Known(NamedTuple):
-    """Keeps what a rank holds of a model while its arrays stay: to hash them takes as long as to send a small cache."""
+    """The hash of a rank's part of a model, kept while its arrays stay: it takes as long as sending a small cache."""
 
     model: ref[nn.Module]
     held: list[ref[mx.array]]
@@ -49,7 +49,7 @@ def described_model(model: Any) -> dict[str, Any]:
 
 
 def _part(model: nn.Module) -> str:
-    """Found once for each array of the model, as which shard it is does not change when its values do."""
+    """The hash of this rank's part, computed once for the same arrays: new values in them do not change the shard."""
     arrays = list(_arrays(model))
     known = _known.get(id(model))
     if known is None or not known.is_of(model, arrays):

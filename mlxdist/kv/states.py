@@ -98,7 +98,7 @@ def checked_layers(layers: Any) -> list[list[Any]]:
 
 
 def _empty(leaf: Any) -> Any:
-    """In place of an array that is still to come."""
+    """An array of zeros in place of one that is not received yet; other leaves as they are."""
     return mx.zeros(leaf["shape"], DTYPES[leaf["dtype"]]) if is_array(leaf) else leaf
 
 

@@ -1,4 +1,4 @@
-"""What a receiver takes of the senders' offers, and its own cache from that; without communication."""
+"""A receiver's choice among the senders' offers, and the cache that it joins from them; without communication."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ __all__ = ["Take", "Takes", "choose", "described_blocks", "join", "read_takes", 
 
 
 class Take(NamedTuple):
-    """What a receiver takes of an offer: ``runs`` of heads, (start, stop) in the order of the sender's cache, and
-    whether the rest of the state."""
+    """A receiver's choice from one offer: ``runs`` of heads, (start, stop) in the order of the sender's cache, and
+    whether it takes the ``rest`` of the state."""
 
     runs: list[tuple[int, int]]
     rest: bool
@@ -28,7 +28,7 @@ Takes = list[list[Take]]  # of each layer, of each of its caches
 
 
 def read_takes(layers: Any, offers: Offers) -> Takes:
-    """What a receiver takes of ``offers``, from JSON; raises as :func:`read_offers`."""
+    """Reads from JSON what a receiver takes of ``offers``; raises the errors of :func:`read_offers`."""
     takes = [[Take([(start, stop) for start, stop in runs], rest) for runs, rest in layer] for layer in layers]
     for many, said in zip(takes, offers, strict=True):
         for take, one in zip(many, said, strict=True):
@@ -38,8 +38,8 @@ def read_takes(layers: Any, offers: Offers) -> Takes:
 
 
 def choose(senders: Sequence[Offers], held: list[list[Held]], turn: int) -> list[Takes]:
-    """What a receiver takes of each sender: each head once. ``turn``: which of the receivers it is; those that need the
-    same head take it of different senders, if several have it.
+    """Chooses the sender of each head of a receiver. ``turn`` is the receiver's number: receivers that need the same
+    head take it from different senders, if several senders have it.
 
     Raises:
         InvalidArgument: the senders' caches differ, or are not those of the receiver's model, or no sender has a head.
@@ -55,6 +55,7 @@ def choose(senders: Sequence[Offers], held: list[list[Held]], turn: int) -> list
             offers = [sender[number][place] for sender in senders]
             _check(offers, one, number)
             runs = _runs(offers, one, number, turn)
+            # All senders have the rest of the state: one is enough.
             first = next((sender for sender, some in enumerate(runs) if some), 0)
             for sender, some in enumerate(runs):
                 takes[sender][-1].append(Take(some, sender == first))
@@ -111,8 +112,8 @@ def described_blocks(said: Offer, take: Take) -> list[Any]:
 
 
 def join(blocks: list[Any], order: list[int], held: Held, said: Offer) -> list[Any]:
-    """The contents of the receiver's cache, from blocks with the heads of those numbers; without heads, those that the
-    layers of other stages have."""
+    """The contents of the receiver's cache, from blocks with the heads numbered in ``order``. A receiver without heads
+    gets arrays of width 0, as the layers of other stages have."""
     if not held.heads:
         return tree_map(lambda x: _without_width(x, said) if is_array(x) else x, said.contents, is_leaf=is_array)
     index = [order.index(head) for head in held.heads]

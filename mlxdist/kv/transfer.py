@@ -24,9 +24,9 @@ __all__ = ["recv", "send"]
 def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, group: GroupLike | None = None) -> None:
     """Sends a prompt cache to rank ``dst``, which must call :func:`recv`; returns when it has left.
 
-    Each layer leaves once it is computed, while the next ones still are: call this before the cache is evaluated. What
-    is sent has the dtypes, or the quantized form, of the cache, and of :class:`KVCache` and :class:`QuantizedKVCache`
-    the tokens that are in it, not the room for more. The cache stays as it is.
+    Each layer leaves once it is computed, while the next ones still are: call this before the cache is evaluated. The
+    arrays have the dtypes, or the quantized form, of the cache. A :class:`KVCache` or :class:`QuantizedKVCache` sends
+    the tokens that are in it, not its spare capacity. The cache stays as it is.
 
     The ranks that have shards or stages of a model send together: each calls this with its own part of the cache, all
     with the same ``dst``, and each rank of ``dst`` calls :func:`recv` with all of them. A receiver gets the layers and
@@ -54,7 +54,7 @@ def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, g
 
 
 def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None = None) -> list[Any]:
-    """The prompt cache that rank ``src`` sends with :func:`send`: a copy of its own, which is complete.
+    """Receives the prompt cache that rank ``src`` sends with :func:`send`: a complete copy.
 
     Args:
         src: the rank, in ``group``, or several, the same on all receivers.
@@ -63,8 +63,8 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None
         group: as for :func:`send`.
 
     Returns:
-        One cache for each layer, as the model's own are: with its KV heads, and without width for layers of other
-        stages.
+        A cache for each layer, of the model's classes: with the KV heads of this rank's model, and of width 0 for
+        layers of other stages.
 
     Raises:
         InvalidArgument, Mismatch: as :func:`send`; ``src`` is no other rank of the group.
@@ -101,7 +101,7 @@ def _described(cache: Any, model: Any, is_alone: bool) -> dict[str, Any]:
 
 
 def _send_whole(cache: Sequence[Any], dst: int, group: Group) -> None:
-    """To a rank that has the same of the model."""
+    """Sends all of a cache to a rank that has the same part of the model."""
     sends = Sends(group)
     for x in arrays_in([state_of(layer, number) for number, layer in enumerate(cache)]):
         sends.add(x, dst)
@@ -128,7 +128,7 @@ def _send_parts(cache: Sequence[Any], dst: Sequence[int], model: Any, group: Gro
 
 
 def _send_arrays(states: list[list[Any]], offers: Offers, takes: dict[int, Takes], group: Group) -> None:
-    """In the order of :func:`_recv_arrays`: by layer, by receiver, by sender, so no rank waits for one that waits."""
+    """Sends arrays in the order of :func:`_recv_arrays`, by layer, receiver and sender, so no rank waits in a cycle."""
     sends = Sends(group)
     for number, layer in enumerate(states):
         for place, state in enumerate(layer):
@@ -180,7 +180,7 @@ def _recv_arrays(
 
 
 def _received_by(receives: Receives, src: int) -> Callable[[Any], Any]:
-    """From a described state to one with the arrays that ``src`` sends."""
+    """A function that turns a described state into one with the arrays that ``src`` sends."""
     leaf = lambda x: receives.add(src=src, **x) if is_array(x) else x
     return lambda state: tree_map(leaf, state, is_leaf=is_array)
 

@@ -45,10 +45,10 @@ def compare_inputs(model: M, group: Group) -> M:
 
 
 def require_equal(value: Any, group: Group) -> Any:
-    """``value`` itself. Evaluating it, if it is an array, raises a Mismatch on all ranks where one has another.
+    """Returns ``value``. Evaluating it, if it is an array, raises a Mismatch on all ranks where a rank has another.
 
     Args:
-        value: any dtype and shape; its gradient is the cotangent itself. What is no array is not compared.
+        value: any dtype and shape; its gradient is the cotangent itself. Other values than arrays are not compared.
         group: the ranks, which all call it.
     """
     if not isinstance(value, mx.array) or value.size == 0:
@@ -59,7 +59,7 @@ def require_equal(value: Any, group: Group) -> Any:
 
 
 def inputs_of(*arguments: Any) -> list[mx.array]:
-    """What ranks compare of a call of a model with these arguments."""
+    """The arrays of a model's call that ranks compare: those among the arguments, and the adapters of the rows."""
     return [x for x in (*arguments, given_adapters()[1]) if isinstance(x, mx.array)]
 
 

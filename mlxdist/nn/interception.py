@@ -1,10 +1,10 @@
-"""How a module of a model behaves otherwise, in place: it becomes an instance of a subclass. Nothing else does that.
+"""Changes the behavior of a module in place: it becomes an instance of a subclass. No other file does that.
 
 Why a class and not a wrapper: a wrapper changes the paths of the parameters, and with them checkpoints, adapters and
-plans; mlx-lm's models ask ``isinstance`` and read attributes of their layers. Why not the class itself: other models of
-the same file would change, too. MLX has no hooks.
+plans; mlx-lm's models call ``isinstance``, and read attributes of their layers. Why not the class itself: other models
+of the same file would change, too. MLX has no hooks.
 
-What wraps a module that is wrapped already wraps that: classes are undone in the opposite order.
+A module may be wrapped several times: each class derives from the one before, and they are restored in reverse order.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,14 +54,14 @@ def with_result(kind: Any, change: Callable[[Any, Any], Any], name: str) -> Any:
 
 @contextmanager
 def with_methods(modules: Iterable[nn.Module], **methods: Callable[..., Any]) -> Iterator[None]:
-    """Within, modules have other methods, as :func:`intercept` gives them."""
+    """Gives modules other methods within the ``with`` block, as :func:`intercept` does."""
     with with_classes(modules, lambda kind: subclass(kind, **methods)):
         yield
 
 
 @contextmanager
 def with_classes(modules: Iterable[nn.Module], class_of: Callable[[Any], type]) -> Iterator[None]:
-    """Within, each module is an instance of what ``class_of`` makes of its class."""
+    """Makes each module an instance of ``class_of(its class)`` within the ``with`` block."""
     kinds = [(module, type(module)) for module in modules]
     try:
         for module, kind in kinds:

@@ -1,7 +1,7 @@
-"""What stands at the boundaries of the parallel regions of a model, with Megatron-LM's names.
+"""The functions at the boundaries of the parallel regions of a model, with Megatron-LM's names.
 
-Each function is what its forward pass does, and has the gradient with which the shards of the ranks train as the full
-model would. They come in pairs, of which each is the backward pass of the other:
+Each function is named for its forward pass, and has the gradient with which the shards of the ranks train as the full
+model would. They come in pairs: each is the backward pass of the other.
 
     copy_to_tensor_parallel_region          reduce_from_tensor_parallel_region            itself - sum of all ranks
     scatter_to_tensor_parallel_region       gather_from_tensor_parallel_region            this rank's shard - all shards
@@ -23,7 +23,7 @@ All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one t
 
 Raises, all of them:
     InvalidArgument: ``axis`` is none of ``x``, or cannot be split into as many equal shards as there are ranks.
-    What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
+    Also the errors of :mod:`mlxdist.runtime.operations.collectives`, where the result is evaluated.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ def with_backward(forward: _Unary, backward: _Unary, x: mx.array) -> mx.array:
 
 
 def _custom(forward: Callable[..., Any], backward: Callable[[Any], Any]) -> Any:
-    """``forward``, whose gradient is ``backward`` of the cotangents: its operations have the label of this place."""
+    """A function ``forward`` with the gradient ``backward``, whose operations have the label of this place."""
     where = next_text()
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks must agree on before a payload moves: one small message, and the same error on all of them."""
+"""Checks that the ranks agree before a payload moves: one small message, and the same error on all of them."""
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ def agree(
         problem: what is wrong with this rank's arguments; ``None`` for nothing. A Mismatch with other ranks stays one.
         equal: what must be the same on all ranks, as text, by what it is called in messages; of a mapping, such as
             :func:`described` returns, what is in it, by path.
-        facts: what the other ranks should know of this one. How many there are is the same on all ranks.
+        facts: numbers of this rank that the other ranks need. How many there are is the same on all ranks.
 
     Returns:
         int64 of shape (ranks, len(facts)).
@@ -71,7 +71,7 @@ def agreed(name: str, group: Group, *values: object) -> Iterator[None]:
     refusal: Exception | None = None
     try:
         yield
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for the outcome
         refusal = error
     if group.size() > 1:
         text = None if refusal is None else str(refusal) or type(refusal).__name__
@@ -88,8 +88,8 @@ def agreed(name: str, group: Group, *values: object) -> Iterator[None]:
 
 
 def described(module: object, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, object]:
-    """What must be the same on all ranks of a module, for :func:`agreed`: its class, and shape, dtype and whether it is
-    frozen of each parameter; not values. ``shapes``: of parameters in full, where ranks hold shards of them."""
+    """The properties of a module that must be the same on all ranks, for :func:`agreed`: its class, and of each
+    parameter shape, dtype and whether it is frozen; not values. ``shapes``: in full, where ranks hold shards."""
     if not isinstance(module, nn.Module):
         return {"module": type(module).__name__}
     # Some models of mlx-lm are made without nn.Module's own attributes, and have no trainable_parameters().
@@ -119,7 +119,7 @@ def on_host(array: mx.array) -> np.ndarray | None:
 
 
 def _lines(equal: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What is compared, as (path, text)."""
+    """The values that are compared, as (path, text)."""
     for name, value in equal.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{name} ")

@@ -1,1 +1,1 @@
-"""What every rank imports: the group, the collectives, the rendezvous and the devices."""
+"""The floor that every rank imports: the group, the collectives, the rendezvous and the devices."""

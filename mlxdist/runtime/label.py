@@ -25,8 +25,8 @@ _scopes = _Scopes()
 
 @contextmanager
 def label_scope(path: str | None) -> Iterator[None]:
-    """While it lasts, the operations that this thread builds are those of ``path``, numbered from 1. ``None``: of no
-    module."""
+    """Within the ``with`` block, labels the operations that this thread builds as those of ``path``, numbered from 1.
+    ``None``: of no module."""
     outer = _scopes.path, _scopes.calls
     _scopes.path, _scopes.calls = path, 0
     try:

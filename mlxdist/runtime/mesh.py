@@ -143,7 +143,7 @@ def mesh(
 ) -> Mesh:
     """Arranges ranks along axes. The axes that communicate most, tp and ep, get the ranks with the best paths.
 
-    Of all arrangements that have shared memory along tp one is taken, else of those with RDMA, else with TCP; then
+    It takes an arrangement with shared memory along tp, else one with RDMA, else one with TCP; then
     likewise for ep, and so on outwards. Where all paths are alike, ranks are in row-major order.
 
     Args:
@@ -152,7 +152,7 @@ def mesh(
         fsdp: ranks that have parts of a batch each, and shards of the parameters.
         cp: parts of a sequence.
         ep: ranks that share the experts of a layer.
-        tp: ranks that share each layer. One of the sizes may be -1: as many as fit.
+        tp: ranks that share each layer. A single size may be -1: as many as fit.
         group: whose ranks; ``None`` for that of ``mlxdist.init()``. All of them must call it.
 
     Raises:
@@ -247,7 +247,7 @@ def _partition(
 
 
 def _join(blocks: Sequence[list[int]], worst: int, paths: np.ndarray) -> list[int] | None:
-    """One block after the other, forwards or backwards: around a ring of links, neighbors face each other so."""
+    """Joins blocks, each forwards or backwards: around a ring of links, neighbors face each other so. None: no way."""
     placed: list[list[int]] = []
     for block in blocks:
         ways = (way for way in (block, block[::-1]) if all(paths[other, way].min() >= worst for other in placed))

@@ -32,7 +32,7 @@ __all__ = [
 
 VARIABLE = "MLX_MPI_LIBNAME"
 
-# What MLX looks up. One name that is missing, and it goes on without MPI and without a word, as a group of one.
+# The names that MLX looks up. If one is missing, MLX goes on without MPI and without a word, as a group of one.
 FUNCTIONS = (
     "MPI_Allgather",
     "MPI_Allreduce",
@@ -94,7 +94,7 @@ def variables() -> dict[str, str]:
 
 
 def find_library() -> Path:
-    """Where the library is: beside mlxdist's other compiled modules, which need not be beside this file.
+    """The path of the library: next to mlxdist's other compiled modules, which need not be next to this file.
 
     Raises:
         ResourceError: mlxdist has not been built.
@@ -136,7 +136,7 @@ def _exports(loaded: ctypes.CDLL, name: str) -> bool:
 
 
 class _MpiShim:
-    """What the library has under way, as finalize() sees it: see :attr:`World.mpi_shims`."""
+    """The library's operations that are under way, as finalize() sees them: see :attr:`World.mpi_shims`."""
 
     def __init__(self, address: int) -> None:
         """``address``: of the library's ``Shim``, a struct of pointers to functions."""
@@ -161,7 +161,7 @@ class _MpiShim:
         return bool(self._is_busy())
 
     def defer_errors(self) -> None:
-        """From now on none is raised but where something is evaluated."""
+        """Defers errors: from now on one is raised only where something is evaluated."""
         self._drain(0)
 
     def drain(self, seconds: float) -> bool:
@@ -176,7 +176,7 @@ class _MpiShim:
 
 
 def _returns_errors(function: Callable[[int], tuple[int, int]]) -> Callable[..., tuple[str, int, int]]:
-    """For a call from C++: the text of an error, or "", and what ``function`` returns, or two zeros."""
+    """Makes ``function`` return an error's text, or "", with its results, or two zeros: C++ calls it."""
 
     @functools.wraps(function)
     def returning(argument: int, *unused: int) -> tuple[str, int, int]:
@@ -218,10 +218,10 @@ def _give_streams(label_thread: int) -> None:
     another order on each rank. So the collectives of a group have one stream, that of the first one, and so have the
     messages to a rank and those from it: MLX gives it what is evaluated in that order, which is alike on all ranks.
 
-    What does not come this way, functions that were imported before and mx.import_function, may use the streams that
-    MLX has now for collectives: the label of the stream makes another order of these a Mismatch. Messages have no such
-    label, since the other rank may have another stream: they may use the default stream of this thread alone, where
-    this thread's other messages are, too.
+    Operations of functions that were imported before, and of mx.import_function, do not come this way: they may use
+    the streams that MLX has now for collectives, where the label of the stream makes another order a Mismatch. Messages
+    have no such label, since the other rank may have another stream: they may use the default stream of this thread
+    alone, where this thread's other messages are, too.
     """
     import mlx.core as mx
 
@@ -248,7 +248,7 @@ def _give_streams(label_thread: int) -> None:
 
 
 def _add_sum_scatter() -> None:
-    """MLX's backend for MPI raises instead. An all_sum has what it lacks: each rank keeps its part of it."""
+    """Adds a sum_scatter where MLX's backend for MPI raises: an all_sum, of which each rank keeps its part."""
     import mlx.core as mx
 
     from .native import bridge

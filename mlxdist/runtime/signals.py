@@ -97,7 +97,7 @@ class Signals:
                 self._restore[number] = signal.SIG_DFL
 
     def stop(self) -> None:
-        """Everything is as it was, but for what others have changed since."""
+        """Restores all handlers and the descriptor, but for what others have changed since."""
         global _running
         if self._thread is None:
             return
@@ -118,7 +118,7 @@ class Signals:
         return self._terminating
 
     def close_in_child(self) -> None:
-        """In a forked child, which has the descriptors but not the thread: its signals are its own."""
+        """Gives signals back in a forked child, which has the descriptors, not the thread: its signals are its own."""
         if self._thread is None:
             return
         self._give_back()
@@ -214,7 +214,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _end_process(number: int) -> None:
-    """As the default disposition does. signal.signal is for the main thread, which is stuck."""
+    """Ends the process as the default disposition does. signal.signal is for the main thread, which is stuck."""
     set_disposition = ctypes.CDLL(None).signal
     set_disposition.argtypes, set_disposition.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     set_disposition(number, None)  # SIG_DFL is 0

@@ -45,7 +45,7 @@ def mask_kind(mask: Mask) -> str:
 
 
 def _check_mask(name: str, mask: Mask, shape: tuple[int, ...]) -> None:
-    """``shape``: of the scores of this rank's queries with all keys."""
+    """Checks ``mask`` against ``shape``, the shape of the scores of this rank's queries with all keys."""
     if not isinstance(mask, mx.array):
         if mask is not None and mask != "causal":
             raise InvalidArgument(f"{name}: mask must be None, 'causal' or an array, not {mask!r}")

@@ -150,7 +150,7 @@ def _kind(module: nn.Module) -> tuple[str, str]:
 
 
 class _Sharded:
-    """A module that takes its input for a shard of a sequence."""
+    """Marks a module whose input is a shard of a sequence."""
 
 
 def _sharded_rope(kind: Any, group: Group) -> type:
@@ -160,6 +160,7 @@ def _sharded_rope(kind: Any, group: Group) -> type:
             raise InvalidArgument("context_parallel: a batch cache has no shards of sequences; take mlx-lm's KVCache")
         if number:  # decoding
             return kind.__call__(self, x, offset, **keywords)
+        # A shard has two chunks that are not next to each other, so positions start twice.
         starts = chunk_starts(group.rank(), group.size(), x.shape[-2])
         chunks = zip(mx.split(x, [x.shape[-2] // 2], -2), starts)
         return mx.concatenate([kind.__call__(self, chunk, start, **keywords) for chunk, start in chunks], -2)
@@ -219,7 +220,7 @@ def _calls(kind: Any, function: Callable[..., Any]) -> bool:
 def _with_functions(kind: Any, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Any:
     """A subclass whose methods call others in place of ``functions``; ``kind`` where they call none of them.
 
-    Also where they call those of a class that they hold in a closure, as the classes of :func:`shard_model` do.
+    Also where they call functions of a class that they hold in a closure, as the classes of :func:`shard_model` do.
     """
     methods = {name: getattr(kind, name) for name in dir(kind)}
     changed = {name: _calling(method, kind, functions) for name, method in methods.items()}

@@ -39,7 +39,7 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], *, group: GroupL
     Raises:
         InvalidArgument: the prompt is empty or not of one dimension.
         Mismatch: on all ranks: it is not the same on all of them.
-        What :mod:`mlxdist.runtime.operations.collectives` raises.
+        Also the errors of :mod:`mlxdist.runtime.operations.collectives`.
     """
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 

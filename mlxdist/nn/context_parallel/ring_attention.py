@@ -58,7 +58,7 @@ def ring_attention(
 
     Raises:
         InvalidArgument: shapes, dtypes or ``mask`` do not fit.
-        What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
+        Also the errors of :mod:`mlxdist.runtime.operations.collectives`, where the result is evaluated.
     """
     group = group_of(group)
     check_attention("ring_attention", (q, k, v), mask, sinks, window_size, group)
@@ -76,15 +76,15 @@ def ring_attention(
 
 
 class _Ring:
-    """What the ranks pass on to the next one, in one pass, in one order on all of them."""
+    """A pass of arrays around the ring: each rank sends to the next one, in the same order on all ranks."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._last = group, list[mx.array]()
 
     def shift(self, arrays: Sequence[mx.array], done: Sequence[mx.array] = ()) -> list[mx.array]:
-        """The arrays of the rank before, for this one's, which leave once ``done`` are computed.
+        """Sends ``arrays`` to the next rank once ``done`` are computed, and returns those of the previous rank.
 
-        Each as it is: one message of all would be a second copy of a shard.
+        Each array is a message of its own: one message for all would need a second copy of a shard.
         """
         rank, ranks = self._group.rank(), self._group.size()
         following = []
@@ -100,7 +100,7 @@ class _Ring:
 
 
 class _Attention:
-    """One call of ring_attention: all but the arrays."""
+    """The parameters and pieces of a call of ring_attention, without its arrays."""
 
     def __init__(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Mask, window_size: int | None, group: Group
@@ -134,7 +134,7 @@ class _Attention:
     def backward(
         self, primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
     ) -> tuple[mx.array, ...]:
-        """The gradients of q, k, v and, if there are some, sinks. Those of keys follow the keys, a step later."""
+        """The gradients of q, k, v and of given sinks. The gradient of keys follows the keys around, a step later."""
         q, k, v, *sinks = primals
         cotangent, (out, log_totals) = cotangents[0], outputs
         products = (cotangent.astype(mx.float32) * out).sum(-1, keepdims=True)
@@ -164,7 +164,7 @@ class _Attention:
         return tuple(ring.finish([dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), *of_sinks]))
 
     def _tiles(self, step: int) -> Iterator[tuple[int, int, mx.array | None]]:
-        """Pieces of queries and of the keys that are here in a step, and what of the tile counts."""
+        """The pairs of query pieces and key pieces that are here in a step, and the mask of each tile or ``None``."""
         keys = self._pieces[(self._rank - step) % self._ranks]
         for i, j, partly in tiles(self._own, keys, self._causal, self._window_size):
             mask = causal_tile(self._own[i], keys[j], self._window_size) if partly else None

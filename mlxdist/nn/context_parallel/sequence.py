@@ -17,7 +17,7 @@ __all__ = ["chunk_starts", "gather_sequence", "in_order", "local_axis", "shard_s
 
 
 def shard_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None) -> mx.array:
-    """This rank's two chunks of a sequence that every rank holds in full. Nothing is sent.
+    """Returns this rank's two chunks of a sequence that every rank holds in full. Nothing is sent.
 
     Args:
         x: any dtype and shape, such as tokens (batch, length), or activations (batch, length, dims). Shard the targets
@@ -47,7 +47,7 @@ def shard_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None
 
 
 def gather_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None) -> mx.array:
-    """The full sequence, in order, from the shard of each rank: the inverse of :func:`shard_sequence`. One all_gather.
+    """Gathers the full sequence, in order, from all ranks' shards: the inverse of :func:`shard_sequence`. Collective.
 
     The gradient is this rank's shard of the sum of all ranks' cotangents.
 
@@ -83,12 +83,12 @@ def zigzag(x: mx.array, axis: int, ranks: int) -> mx.array:
 
 
 def chunk_starts(rank: int, ranks: int, length: int) -> list[int]:
-    """Where in the sequence the equal chunks of the shard of a rank begin, which has ``length`` elements."""
+    """The positions in the sequence where the equal chunks of a rank's shard, of ``length`` elements, begin."""
     return [0] if ranks == 1 else [rank * (length // 2), (2 * ranks - 1 - rank) * (length // 2)]
 
 
 def local_axis(name: str, x: mx.array, axis: int, group: Group) -> int:
-    """``axis`` from 0, along which ``x`` is to be a shard of a sequence."""
+    """Returns ``axis`` counted from 0. Raises InvalidArgument where ``x`` cannot be a shard of a sequence along it."""
     axis = _axis(name, x, axis)
     if group.size() > 1 and x.shape[axis] % 2:
         raise InvalidArgument(

@@ -102,7 +102,8 @@ def unfold(parts: Sequence[mx.array], of: Sequence[Piece], heads: int) -> mx.arr
 
 
 class Softmax(NamedTuple):
-    """Of rows, over the keys so far: the largest score, the sum of exp(score - largest), and the same of values."""
+    """The softmax of rows over the keys so far: the largest score, the sum of exp(score - largest), and that sum with
+    each term times its value."""
 
     largest: mx.array
     total: mx.array
@@ -110,7 +111,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, sinks: mx.array | None = None) -> "Softmax":
-        """Over no keys, or the ``sinks`` of all rows, (heads, rows, 1), which have no values."""
+        """A softmax over no keys, or over the ``sinks`` of all rows, (heads, rows, 1), which have no values."""
         if sinks is None:
             return cls(mx.array(_LOWEST), mx.array(0.0), mx.array(0.0))
         return cls(sinks, mx.array(1.0), mx.array(0.0))
@@ -134,7 +135,7 @@ def add_tile(so_far: Softmax, q: mx.array, k: mx.array, v: mx.array, mask: mx.ar
 def differentiate_tile(
     q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, rows: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """What a tile adds to the gradients of q, k and v.
+    """The summands of a tile in the gradients of q, k and v.
 
     ``rows``: the cotangents of the rows, their products with the results, summed, and the logarithms of the sums.
     """
@@ -150,7 +151,7 @@ def after(arrays: Sequence[mx.array], *done: mx.array) -> Sequence[mx.array]:
 
 
 def _scores(q: mx.array, k: mx.array, mask: mx.array | None) -> mx.array:
-    """``mask`` fits (batch, key heads, query heads of each, queries, keys)."""
+    """The scores of queries and keys, masked. ``mask`` fits (batch, key heads, query heads of each, queries, keys)."""
     scores = q @ k.swapaxes(-1, -2)
     if mask is None:
         return scores

@@ -30,8 +30,8 @@ def ulysses_attention(
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
 
-    One all_to_all exchanges this rank's shard of the sequence, with all heads, for the full sequence with this rank's
-    share of the heads; MLX attends; a second all_to_all brings the result back. Each rank sends (n - 1) / n of its
+    The first all_to_all exchanges this rank's shard of the sequence, with all heads, for the full sequence with this
+    rank's share of the heads; MLX attends; the second brings the result back. Each rank sends (n - 1) / n of its
     shards of ``q``, ``k``, ``v`` and of the result. Lazy, with gradients.
 
     Args:
@@ -52,13 +52,14 @@ def ulysses_attention(
     Raises:
         InvalidArgument: shapes, dtypes or ``mask`` do not fit; or the number of ranks does not divide the heads, or
             neither divides nor is a multiple of the key heads.
-        What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
+        Also the errors of :mod:`mlxdist.runtime.operations.collectives`, where the result is evaluated.
     """
     group = group_of(group)
     check_attention("ulysses_attention", (q, k, v), mask, sinks, window_size, group)
     ranks = group.size()
     _check_heads(q.shape[1], k.shape[1], ranks)
     if ranks > 1:
+        # Each rank needs the key heads of its query heads: with fewer key heads than ranks, ranks share one.
         copies = max(1, ranks // k.shape[1])
         q, k, v = _scatter_heads([q, mx.repeat(k, copies, 1), mx.repeat(v, copies, 1)], group)
         sinks = sinks if sinks is None else mx.split(sinks, ranks)[group.rank()]
@@ -113,7 +114,7 @@ def _gather_heads(x: mx.array, group: Group) -> mx.array:
 
 
 def _full_mask(mask: mx.array, group: Group) -> mx.array:
-    """The rows of all ranks, and of the heads those of this rank."""
+    """The mask with the rows of all ranks and the heads of this rank."""
     if mask.ndim > 1 and mask.shape[-2] > 1:
         mask = gather_sequence(mask, -2, group=group)
     if mask.ndim > 2 and mask.shape[-3] > 1:

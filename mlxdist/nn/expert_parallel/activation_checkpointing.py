@@ -17,9 +17,9 @@ __all__ = ["checkpoint"]
 
 
 def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``mx.checkpoint`` of a ``function``, whose second pass waits for the cotangents: else the same.
+    """``mx.checkpoint`` of a ``function``, but its second pass waits for the cotangents.
 
-    As there, gradients are those of the arrays among the arguments, which may be in lists, tuples and dicts.
+    Gradients go to the arrays among the arguments, which may be in lists, tuples and dicts, as in ``mx.checkpoint``.
     """
 
     @wraps(function)

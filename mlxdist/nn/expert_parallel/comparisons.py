@@ -16,7 +16,7 @@ EVERY = 32
 
 
 class Comparisons:
-    """Of one layer."""
+    """The calls of one layer that the ranks have compared, and those that wait for the next comparison."""
 
     def __init__(self) -> None:
         self._compared: set[Hashable] = set()
@@ -26,7 +26,7 @@ class Comparisons:
         return Comparisons()  # the copy has calls of its own
 
     def can_wait(self, call: Hashable) -> bool:
-        """Whether a call that looks like this one, in all but its values, was compared and there is none due."""
+        """Whether a call that looks like this one, in all but its values, was compared and no comparison is due."""
         return call in self._compared and len(self._open) < EVERY - 1
 
     def put_off(self, indices: mx.array) -> None:
@@ -39,5 +39,5 @@ class Comparisons:
         return np.concatenate([np.zeros(0, np.int64), *flat])
 
     def note(self, call: Hashable) -> None:
-        """The ranks have compared a call that looks like this one."""
+        """Records that the ranks have compared a call that looks like this one."""
         self._compared.add(call)

@@ -49,7 +49,7 @@ __all__ = [
 
 
 class Outgoing(NamedTuple):
-    """What this rank will send, from its own tokens alone."""
+    """The rows and pairs that this rank will send to each rank, found from its own tokens alone."""
 
     rows: list[np.ndarray]  # of each rank: the tokens that it gets
     experts: list[np.ndarray]  # of each rank: (its rows, k), its local experts, -1 where another rank has it
@@ -57,12 +57,12 @@ class Outgoing(NamedTuple):
     shape: tuple[int, int]  # (tokens, k)
 
     def facts(self) -> list[int]:
-        """What the other ranks must know: rows and pairs for each of them."""
+        """The numbers that the other ranks need: how many rows, then how many pairs, go to each rank."""
         return [len(rows) for rows in self.rows] + [len(slots) for slots in self.slots]
 
 
 class DispatchHandle:
-    """Where the rows of one routing come from and go to: made by :func:`dispatch`, used by :func:`combine`.
+    """The sources and destinations of the rows of one routing: made by :func:`dispatch`, used by :func:`combine`.
 
     It may be used again: ``dispatch(x, handle=handle)`` for other rows of the same tokens, ``combine`` any number of
     times, in the same order on all ranks. It holds no rows itself.
@@ -117,7 +117,7 @@ def dispatch(
     Args:
         x: this rank's tokens, (tokens, d) of a float dtype. Ranks may have different numbers of them, also none.
         indices: the experts of each token, integers of shape (tokens, k); -1 for none. Evaluated here.
-        placement: who holds which expert; equal on all ranks.
+        placement: which rank holds which expert; equal on all ranks.
         group: its ranks.
         handle: of an earlier call, instead of the three before: sends ``x`` the same way, with one message.
         exchange_dtype: what the rows travel as: ``None`` for their own dtype, ``mx.float16``, ``mx.bfloat16``,
@@ -204,6 +204,7 @@ def route(
     if selected is None:
         raise InvalidArgument(f"{name}: the sizes of its messages depend on the indices, so it cannot be compiled")
     problem = wrong_ranks(name, placement, group) or _problem(name, selected, placement, x)
+    # A rank with a problem still takes part, with no tokens: all ranks raise it in agree().
     sent = outgoing(np.zeros((0, 1), np.int64) if problem else selected.astype(np.int64), placement)
     equal = {
         "number of experts per token": selected.shape[-1:],
@@ -215,7 +216,7 @@ def route(
 
 
 def outgoing(selected: np.ndarray, placement: Placement) -> Outgoing:
-    """What a rank with the tokens of ``selected``, (tokens, k) experts or -1, sends. No collective."""
+    """The rows and pairs that a rank with the experts ``selected``, (tokens, k) or -1, sends. Calls no collective."""
     owners = np.where(selected >= 0, placement.owners[selected], -1)
     rows, experts, slots = [], [], []
     for rank in range(placement.ranks):
@@ -264,7 +265,7 @@ def _problem(name: str, selected: np.ndarray, placement: Placement, x: mx.array 
 def _route_alike(selected: np.ndarray, placement: Placement, group: Group) -> DispatchHandle:
     """The handle of a rank that holds the indices of all ranks: (ranks * tokens, k), a shard of them for each rank.
 
-    No collective: each rank knows what the others will send it.
+    No collective: each rank computes what the others will send it.
     """
     sent = [outgoing(chunk, placement) for chunk in np.split(selected, group.size())]
     here = group.rank()
@@ -282,7 +283,7 @@ def dispatched(x: mx.array, handle: DispatchHandle, scores: mx.array | None, exp
 def dispatched_alike(x: mx.array, selected: np.ndarray, scores: mx.array | None, experts: Experts) -> mx.array:
     """The same for tokens, and their experts ``selected``, that all ranks hold alike: each sends its shard of them.
 
-    The results are gathered. As all know the routing, it takes no message.
+    The results are gathered. All ranks hold the routing, so it needs no message.
     """
     group, tokens = experts.group, x.shape[0]
     rows = -(-tokens // group.size())

@@ -17,8 +17,8 @@ for bfloat16. Elements below s 2^-10 = max|x| / 458752 come back as 0.
 A token of zeros comes back as zeros, with their signs. NaN and infinities come back as NaN and do not disturb the other
 elements: the scale is that of the finite ones. It is at least 2^-126, the smallest normal float32.
 
-All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative. What exchanges tokens in 8
-bits gives them the gradient of an exchange that rounds nothing (Bengio et al. 2013, arXiv:1308.3432).
+All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative. So an exchange of tokens in 8
+bits has the gradient of an exchange that rounds nothing (Bengio et al. 2013, arXiv:1308.3432).
 """
 
 from collections.abc import Callable

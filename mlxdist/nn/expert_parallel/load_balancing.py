@@ -1,4 +1,4 @@
-"""Experts that are chosen about equally often, without an auxiliary loss; and who got how many tokens.
+"""Experts that are chosen about equally often, without an auxiliary loss; and how many tokens each got.
 
 Loss-free balancing (Wang et al. 2024, arXiv:2408.15664; used in DeepSeek-V3, arXiv:2412.19437): each expert has a bias
 that is added to its score where the top k are chosen, and only there. After each training step
@@ -48,7 +48,7 @@ class ExpertLoad:
 
     @property
     def mean(self) -> float:
-        """Of the counts; 0 without experts."""
+        """The mean of the counts; 0 without experts."""
         return self.total / max(1, len(self.counts))
 
     @property
@@ -124,8 +124,8 @@ class BalanceBias:
     def choose(self, scores: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
         """The ``top_k`` experts of each token by score and bias, and their scores without bias.
 
-        Of ``scores`` of shape (..., experts): indices, uint32 of shape (..., top_k), in no order; their scores, in the
-        dtype of ``scores``, whose gradient is that of the scores. Normalize them as the model does.
+        ``scores`` have shape (..., experts). Returns indices, uint32 of shape (..., top_k), in no order, and their
+        scores, in the dtype of ``scores``, whose gradient is that of the scores. Normalize them as the model does.
 
         Raises:
             InvalidArgument: ``scores`` is not for these experts, or there are fewer than ``top_k``.

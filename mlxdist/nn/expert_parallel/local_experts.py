@@ -122,7 +122,7 @@ def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn
 
 
 def expert_cut(key: str, local: tuple[int, ...], last: bool, sharding: Sharding) -> Cut:
-    """How an array of a projection is cut of which this rank holds ``local``; ``key``: its name."""
+    """The cut of a projection's array that is named ``key``. This rank holds a part of it, of shape ``local``."""
     rank, counts = sharding.group.rank(), sharding.placement.counts
     each = local[0] // counts[rank]
     if key in ("lora_a", "lora_b"):
@@ -138,7 +138,7 @@ def expert_cut(key: str, local: tuple[int, ...], last: bool, sharding: Sharding)
 
 
 def _ranges(sizes: Sequence[int]) -> list[list[Range]]:
-    """Of each rank."""
+    """A list with the range of each rank, from the ranks' sizes."""
     stops = accumulate(sizes)
     return [[(stop - size, stop)] for size, stop in zip(sizes, stops, strict=True)]
 
@@ -175,7 +175,7 @@ def skips_others(layer: nn.Module) -> bool:
 
 
 def compute_own(layer: nn.Module, x: mx.array, experts: mx.array) -> mx.array:
-    """Experts (tokens, k) of ``layer`` on x (tokens, d): (tokens, k, d), zeros where they are none of it. No gradient.
+    """Experts (tokens, k) of ``layer`` on x (tokens, d): (tokens, k, d), zeros for other ranks' experts. No gradient.
 
     The experts of other ranks are not computed, although the host does not know which they are.
     """
@@ -224,7 +224,7 @@ def summed(y: mx.array, order: Order, tp_group: Group) -> mx.array:
 
 
 def _result_dtype(layer: nn.Module, names: tuple[str, ...], dtype: mx.Dtype) -> mx.Dtype:
-    """What mlx-lm's layer gives for inputs of ``dtype``: as wide as its widest array of floats."""
+    """The dtype that mlx-lm's layer gives for inputs of ``dtype``: as wide as its widest array of floats."""
     for name in names:
         for _, array in base(layer[name]).items():
             if not isinstance(array, mx.array) or array.dtype == dtype:

@@ -8,8 +8,8 @@ with j = min(k, experts of a rank). The ids are those of the token's experts on 
 where there is none. An exchange is one ``all_to_all`` of ``ranks * max_tokens`` rows there and one back, of the
 weighted sum over the rank's experts. Each token is computed exactly, and none is dropped, whatever the routing.
 
-What that costs: each rank computes ``ranks * max_tokens * j`` rows, of which about one in ``ranks`` is valid, and sends
-all slots. For few tokens the latency alone counts; for many, use dispatch.py. (DeepSeek's DeepEP has such a mode.)
+The cost: each rank computes ``ranks * max_tokens * j`` rows, about one in ``ranks`` of them valid, and sends all
+slots. With few tokens the latency alone counts; with many, use dispatch.py. (DeepSeek's DeepEP has such a mode.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_GRADIENT = "LowLatencyExchange is for decoding and has no gradient; train wi
 
 
 class Slots(NamedTuple):
-    """What a rank has received: R = ranks * max_tokens rows.
+    """The tokens that a rank has received: R = ranks * max_tokens rows.
 
     ``x`` (R, D), in the dtype of the tokens, zeros without a token; ``ids`` (R, j), int32: experts of this rank from 0,
     and -1; ``weights`` (R, j), float32, 0 where the id is -1; ``tokens``: how many rows `combine` returns.
@@ -194,7 +194,7 @@ class LowLatencyExchange:
         )
 
     def _require_fitting(self, x: mx.array, indices: mx.array, scores: mx.array) -> int:
-        """The number of tokens."""
+        """Returns the number of tokens; raises InvalidArgument for shapes or dtypes that do not fit."""
         if x.ndim != 2 or x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
             raise InvalidArgument(
                 "LowLatencyExchange.dispatch: tokens are float32, float16 or bfloat16 of shape (tokens, D), not "
@@ -213,7 +213,7 @@ class LowLatencyExchange:
 
 
 def _merged(indices: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
-    """The same with each expert of a token once, where it is first, with the sum of its weights."""
+    """Indices and weights with each expert of a token once, at its first place, with the sum of its weights."""
     equal = indices[..., :, None] == indices[..., None, :]
     weights = mx.where(equal, scores.astype(mx.float32)[..., None, :], 0).sum(axis=-1)
     again = mx.tril(equal, -1).any(axis=-1)

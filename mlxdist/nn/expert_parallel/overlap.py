@@ -16,7 +16,7 @@ The rows are evaluated, and then travel as operations with a handle (mlxdist.run
 arrives, but operations on two streams may begin in another order on each rank. Handles are started in the order of the
 program, in a group of their own, and so may go on beside any other collective.
 
-What is hidden: the time in which transfers were in flight, as the engine measured it, less that in which this rank did
+The hidden time is that in which transfers were in flight, as the engine measured it, less that in which this rank did
 nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of
 it, so the number is rather too small.
 """
@@ -52,9 +52,9 @@ _NO_GRADIENT = (
 
 
 class Overlap(NamedTuple):
-    """Seconds, of all transfers that have been waited for. Made by ``OverlappedExchange.overlap``.
+    """The seconds of all transfers that have been waited for. Made by ``OverlappedExchange.overlap``.
 
-    ``in_flight``: in which transfers were under way, added up; ``waited``: of them, in which this rank waited.
+    ``in_flight``: the time in which transfers were under way, added up; ``waited``: the part in which this rank waited.
     """
 
     in_flight: float
@@ -81,12 +81,12 @@ class OverlappedExchange:
     """Exchanges of one layer, or of several that have the same placement. Collective: all ranks make it.
 
     Args:
-        placement: who holds which expert; equal on all ranks.
+        placement: which rank holds which expert; equal on all ranks.
         group: its ranks; ``None`` is the group of ``mlxdist.init()``. Transfers are in a group of their own, split off.
 
     Raises:
         InvalidArgument: the placement is for another number of ranks.
-        What `Group.split` raises.
+        Also the errors of `Group.split`.
     """
 
     def __init__(self, placement: Placement, *, group: GroupLike | None = None) -> None:
@@ -102,7 +102,7 @@ class OverlappedExchange:
 
     @property
     def overlap(self) -> Overlap:
-        """So far, since this exchange was made or `reset_overlap` was called."""
+        """The overlap since this exchange was made, or since `reset_overlap` was called."""
         return Overlap((self._transfers.stats()["operation_ns"] - self._before) / 1e9, self._waited)
 
     def reset_overlap(self) -> None:
@@ -166,6 +166,7 @@ class OverlappedExchange:
         return self._in_flight[-1]
 
     def _wait_for(self, transfer: _Transfer) -> np.ndarray:
+        # A wait for one transfer is a wait for all in flight: each of them counts this time as its own.
         under_way = sum(not other.handle.done() for other in self._in_flight)
         begin = time.perf_counter()
         try:
@@ -190,7 +191,7 @@ class DispatchInFlight:
     def wait(self) -> tuple[mx.array, mx.array]:
         """The rows of this rank's pairs, (pairs, d), sorted by expert, and the local expert of each, int32 (pairs,).
 
-        May be called again. Raises what the operation failed with.
+        May be called again. Raises the error of the operation.
         """
         return self.routing.pairs.expand(self._rows.wait()), self.routing.experts
 

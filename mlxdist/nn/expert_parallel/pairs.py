@@ -7,7 +7,7 @@ __all__ = ["Pairs", "places_of", "sum_rows", "take_or_zero", "take_rows"]
 
 
 class Pairs:
-    """What this rank's experts have to do for some rows of tokens, sorted by expert, and those of one expert by row.
+    """The pairs that this rank's experts compute for some rows of tokens, sorted by expert, then by row.
 
     ``experts``: int of shape (rows, k), local experts of each row, -1 where the expert lies on another rank. Nothing is
     padded: there are as many pairs as entries that are not -1.
@@ -59,14 +59,14 @@ def take_or_zero(y: mx.array, places: np.ndarray) -> mx.array:
 
 
 def places_of(slots: np.ndarray, length: int) -> np.ndarray:
-    """Where in ``slots`` each of ``length`` slots is, -1 where it is not."""
+    """The index in ``slots`` of each of ``length`` slots, -1 for a slot that is not there."""
     places = np.full(length, -1, np.int64)
     places[slots] = np.arange(len(slots))
     return places
 
 
 def sum_rows(y: mx.array, order: np.ndarray, groups: np.ndarray, count: int) -> mx.array:
-    """The sums of the rows of ``count`` groups: ``y[order[i]]`` is one of ``groups[i]``, which ascend."""
+    """The sums of the rows of ``count`` groups: ``y[order[i]]`` is a row of group ``groups[i]``; these ascend."""
     counts = np.bincount(groups, minlength=count)
     first = np.cumsum(counts) - counts
     places = np.full((count, max(1, counts.max(initial=0))), -1, np.int64)

@@ -47,14 +47,14 @@ class Placement:
 
 
 def wrong_ranks(name: str, placement: Placement, group: Group) -> str | None:
-    """What is wrong if the placement is for another number of ranks than those of ``group``."""
+    """The text of an error if the placement is for another number of ranks than ``group`` has, else ``None``."""
     if placement.ranks == group.size():
         return None
     return f"{name}: the placement is for {placement.ranks} ranks, but the group has {group.size()}"
 
 
 def wrong_index(name: str, placement: Placement, selected: np.ndarray, least: int = 0) -> str | None:
-    """What is wrong with the experts ``selected``, integers of any shape from ``least`` on, if one is none."""
+    """The text of an error if one of ``selected``, integers from ``least`` on, is no expert; else ``None``."""
     if not selected.size or least <= selected.min() <= selected.max() < placement.num_experts:
         return None
     return f"{name} are from {selected.min()} to {selected.max()}, but the experts are 0 to {placement.num_experts - 1}"

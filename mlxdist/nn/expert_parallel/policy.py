@@ -1,4 +1,4 @@
-"""Which of its three ways an expert-parallel layer exchanges tokens by: a model of what each costs, measured.
+"""Chooses the way in which an expert-parallel layer exchanges tokens, by a model of the measured cost of each.
 
 The policy chooses how tokens travel, never whether: every way computes the same result, of the same rows.
 
@@ -17,7 +17,7 @@ kind of collective by `calibrate`. With B = T d s, a rank sends
 A token is sent once to each other rank that has experts of it, so q is the number of those: (n-1) (1 - (1-1/n)^k) if
 all experts are chosen equally often and independently. w = 4 k (n-1)/n T/n are the float32 weights. "Plan": the ranks
 exchange their counts and the experts of their rows, and the host waits for both, P seconds; ranks that hold the same
-tokens know that by themselves.
+tokens compute that by themselves.
 
 All ranks must choose the same. So a choice depends on numbers that are equal on all ranks (T, what the slowest rank
 measured) and on how often `Policy.choose` was called, never on a clock.
@@ -54,7 +54,7 @@ TABLE = tuple(1 << i for i in range(13))  # token counts of the printed table
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a collective: ``latency`` seconds, and the ``bandwidth`` in bytes a second at which a rank sends."""
+    """The cost of a collective: ``latency`` in seconds; ``bandwidth`` in bytes a second, at which a rank sends."""
 
     latency: float
     bandwidth: float
@@ -69,7 +69,7 @@ _ASSUMED = {"soft": Cost(20e-6, 4e9), "librdma": Cost(30e-6, 5e9), "ibverbs": Co
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """What exchanges cost between the ranks of a group.
+    """The costs of exchanges between the ranks of a group.
 
     Attributes:
         provider, ranks: as `Group.provider` names it, and how many.
@@ -86,7 +86,7 @@ class LinkCosts:
 
     @classmethod
     def of(cls, *, group: Group) -> LinkCosts:
-        """What rank 0's tuning file says of such a ``group`` (`mlxdist calibrate`), else what can be expected."""
+        """The costs in rank 0's tuning file for such a ``group`` (`mlxdist calibrate`), else :meth:`assumed` ones."""
         for known in group._world.native_group.tuning.expert_links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
             if (known["provider"], known["ranks"]) == (group.provider, group.size()) and len(costs) == len(COLLECTIVES):
@@ -95,7 +95,7 @@ class LinkCosts:
 
     @classmethod
     def assumed(cls, provider: str, ranks: int) -> LinkCosts:
-        """What ``provider`` can be expected to do between ``ranks``. The choice is better with `calibrate`."""
+        """The costs to expect of ``provider`` between ``ranks`` ranks. The choice is better with `calibrate`."""
         known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
         cost = max(known, key=lambda cost: cost.seconds(SMALL), default=_ASSUMED["soft"])
         # Two collectives, and the host waits for both: about one latency each.
@@ -142,22 +142,22 @@ class Workload:
         raise InvalidArgument(f"mode is {mode!r}, not one of {', '.join(MODES)}")
 
     def seconds(self, mode: str, tokens: int, link: LinkCosts) -> float:
-        """What exchanging ``tokens`` by ``mode`` over ``link`` takes by the model. 0 on one rank."""
+        """The seconds that exchanging ``tokens`` by ``mode`` over ``link`` takes by the model. 0 on one rank."""
         if link.ranks == 1:
             return 0.0
         sent = sum(link.costs[name].seconds(nbytes) for name, nbytes in self.parts(mode, tokens, link.ranks))
         return sent + (link.plan if mode == "dispatch" and self.sharded else 0)
 
-    @lru_cache(maxsize=1024)  # decoding asks the same at every layer of every step
+    @lru_cache(maxsize=1024)  # decoding calls it with the same arguments at every layer of every step
     def cheapest(self, tokens: int, link: LinkCosts) -> str:
         """The mode that takes least for ``tokens`` over ``link``; of equal ones the first of `MODES`."""
         return min(MODES, key=lambda mode: self.seconds(mode, tokens, link))
 
 
 class Policy:
-    """Chooses a mode for each call of a layer, and does not waver.
+    """Chooses a mode for each call of a layer, with hysteresis.
 
-    A mode is kept until another one is cheaper by the share ``margin`` (hysteresis), and at least for ``cooldown``
+    A mode is kept until another one is cheaper by the share ``margin``, and at least for ``cooldown``
     calls after the last change. Where another mode is ``urgent`` times as cheap (a prefill after decoding), neither
     holds. Each `Workload` has a memory of its own. All ranks must call it alike: it counts calls.
 
@@ -198,7 +198,7 @@ class Policy:
     def choose(self, tokens: int, top_k: int, hidden: int, itemsize: int, sharded: bool = True) -> str:
         """The mode of this call of ``tokens`` of all ranks together, equal on all ranks.
 
-        If all ranks hold the same tokens, how many those are. ``top_k``, ``hidden``, ``itemsize`` and ``sharded`` are
+        Tokens that all ranks hold are counted once. ``top_k``, ``hidden``, ``itemsize`` and ``sharded`` are
         as in `Workload`. Raises InvalidArgument for a number that cannot be.
         """
         if tokens < 0:
@@ -217,7 +217,7 @@ class Policy:
         return state.mode
 
     def thresholds(self, workload: Workload, up_to: int = 1 << 16) -> list[tuple[int, str]]:
-        """From which number of tokens of ``workload``, to ``up_to``, each mode is cheapest: [(1, "gather"), ...].
+        """The number of tokens, to ``up_to``, from which each mode is cheapest for ``workload``: [(1, "gather"), ...].
 
         Costs are straight lines over the tokens, so each mode is in the list at most once.
         """
@@ -273,7 +273,7 @@ def calibrate(*, group: GroupLike | None = None, repeats: int = REPEATS) -> Link
 
     Raises:
         InvalidArgument: ``repeats`` is less than 1.
-        What the operations raise.
+        Also the errors of the operations.
     """
     group = group_of(group)
     if repeats < 1:
@@ -293,7 +293,7 @@ def calibrate(*, group: GroupLike | None = None, repeats: int = REPEATS) -> Link
 
 
 def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, float]]:
-    """Of each collective on an array of about this many bytes: what a rank sends, and the seconds it takes."""
+    """The bytes that a rank sends, and the seconds, for each collective on an array of about ``nbytes`` bytes."""
     size = group.size()
     rows = max(1, nbytes // 1024 // size)
     x = mx.ones((rows * size, 256))
@@ -311,7 +311,7 @@ def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, fl
 
 
 def _plan_seconds(group: Group, repeats: int) -> float:
-    """What dispatch does first: see dispatch.route()."""
+    """The seconds that dispatch takes before it sends tokens: see dispatch.route()."""
     placement = Placement(group.size(), group.size())
     indices = mx.arange(PLANNED_TOKENS)[:, None] % group.size()
     return _median(group, repeats, lambda: route(indices, placement, group).experts)

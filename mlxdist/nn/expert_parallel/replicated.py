@@ -1,6 +1,6 @@
 """Tokens that all ranks hold: each computes its own experts for all of them, and the results are added up.
 
-One collective of the size of the results: what a few tokens need. Where the host knows the indices, a rank computes the
+A single collective of the size of the results suits few tokens. Where the host knows the indices, a rank computes the
 pairs of its own experts and nothing else. Where it does not (inside ``mx.compile``, or with ``host_sync=False``),
 shapes cannot depend on the routing, so all pairs go through some local expert, and those of other ranks' experts are
 masked: as much computing as without expert parallelism, but no wait for the host.
@@ -29,9 +29,9 @@ _SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's laye
 
 
 class Compiled:
-    """What a rank's experts add to the result of a few tokens, in ``mx.compile``. Without gradient.
+    """The summand of a rank's experts in the result of a few tokens, in ``mx.compile``. Without gradient.
 
-    Of few tokens, each operation that MLX is given by itself takes as long as an expert.
+    With few tokens, an operation that MLX is given by itself takes as long as an expert.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def replicated(
 
 
 def own_experts(x: mx.array, scores: mx.array | None, indices: np.ndarray | mx.array, experts: Experts) -> mx.array:
-    """What this rank's experts add to the result: (tokens, d) with scores, else (tokens, k, d) with zeros elsewhere."""
+    """This rank's summand of the result: (tokens, d) with scores, else (tokens, k, d), zeros for others' experts."""
     mine = experts.placement.local(experts.group.rank())
     if isinstance(indices, mx.array):
         if experts.compiled is not None:
@@ -128,7 +128,7 @@ def own_experts(x: mx.array, scores: mx.array | None, indices: np.ndarray | mx.a
 def _masked(
     x: mx.array, scores: mx.array | None, indices: mx.array, mine: range, experts: Experts, skips: bool = False
 ) -> mx.array:
-    """``skips``: the pairs of other ranks' experts are not computed at all."""
+    """Computes all pairs and masks those of other ranks' experts. ``skips``: those are not computed at all."""
     # Of few tokens each operation of MLX takes as long as an expert.
     tokens, k = indices.shape
     relative = (indices - mine.start).astype(mx.uint32)  # of experts before these: far behind them
@@ -156,7 +156,7 @@ def _masked(
 
 
 def optional(arrays: Sequence[mx.array | None]) -> list[mx.array]:
-    """Those that are given."""
+    """The arrays that are given: all but ``None``."""
     return [array for array in arrays if array is not None]
 
 

@@ -42,7 +42,7 @@ _WORTH_WAITING = {mx.DeviceType.cpu: 400_000, mx.DeviceType.gpu: 20_000_000}
 
 @dataclass(frozen=True)
 class _Options:
-    """As :meth:`ExpertParallelSwitchGLU.from_switch` describes them."""
+    """The options of :meth:`ExpertParallelSwitchGLU.from_switch`, checked."""
 
     mode: str
     tokens: str
@@ -81,7 +81,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         dropped: pairs of a token and an expert that the last call dropped on all ranks together; ``None`` if the host
             does not know (``mx.compile``, ``host_sync=False``). ``dropped_total``: the sum over all calls.
         path: where it is in the model, for errors of ranks that disagree; ``None`` where nothing says so.
-        policy: what "auto" asks. ``host_sync``: whether a call may wait for its indices on the host.
+        policy: chooses the mode for "auto". ``host_sync``: whether a call may wait for its indices on the host.
     """
 
     def __init__(self, switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> None:
@@ -131,7 +131,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
         Args:
             switch: mlx-lm's SwitchGLU or SwitchMLP, quantized or not, with any activation; not changed. Its arrays may
-                still be lazy. Those of LoRA adapters are sharded with it.
+                still be lazy. The arrays of LoRA adapters are sharded with it.
             group: the ranks that share the experts; at most as many as there are experts.
             mode: how tokens travel; every way gives the same result.
                 "replicated": every rank computes its experts for all tokens; all_sum.
@@ -142,7 +142,7 @@ class ExpertParallelSwitchGLU(nn.Module):
                 each its own ones, also none.
             capacity_factor: drop what exceeds this many times the mean load of an expert, rounded up: of the call's
                 tokens where they are replicated, of each rank's where they are sharded. First choices go before second
-                ones, earlier tokens before later ones. What is dropped adds nothing to the result. ``None``: nothing.
+                ones, earlier tokens before later ones. Dropped pairs add nothing to the result. ``None``: nothing.
             exchange_dtype: what tokens and results travel as (their gradients too): ``None`` for their own dtype,
                 ``mx.float32``, ``mx.float16``, ``mx.bfloat16``, or "fp8", which holds for copies of rows; sums and
                 gradients then travel in their own dtype.
@@ -184,7 +184,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """On all ranks together."""
+        """The number of experts on all ranks together."""
         return self.placement.num_experts
 
     def __call__(self, x: mx.array, indices: mx.array, scores: mx.array | None = None) -> mx.array:
@@ -203,7 +203,7 @@ class ExpertParallelSwitchGLU(nn.Module):
                 sent. Inside ``mx.compile`` only what shapes show. With mode "auto", of few replicated tokens up to 31
                 calls later; until then a wrong index gives NaN.
             Mismatch: the ranks disagree, found in the same comparison; or, between two of them, shapes do not fit on
-                one rank, or they are others on it.
+                one rank, or differ from the others'.
         """
         with label_scope(self.path if bridge.traces() else None):  # decoding: it would cost time for each token
             return self._call(x, indices, scores)
@@ -239,7 +239,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return self._choose(indices.size // indices.shape[-1], indices.shape[-1], x) == "replicated"
 
     def _is_sooner_masked(self, indices: mx.array) -> bool:
-        """Whether pairs of other ranks' experts are left out, or computed in vain, sooner than the host knows them."""
+        """Whether masking the pairs of other ranks' experts takes less time than a wait of the host for the indices."""
         if skips_others(self):
             return True
         others = self.placement.ranks - 1
@@ -256,7 +256,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return self._with_one_wrong_index(indices.reshape(-1, indices.shape[-1]))
 
     def _with_one_wrong_index(self, flat: mx.array) -> mx.array:
-        """As uint32, with the number of the experts for all that is no expert; -1 would look like "none"."""
+        """The indices as uint32, with the number of the experts for all that are none; -1 would look like "none"."""
         if flat.itemsize > 4:
             flat = mx.where((flat < 0) | (flat >= self.num_experts), self.num_experts, flat)
         return mx.minimum(flat.astype(mx.uint32), self.num_experts)
@@ -299,7 +299,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return kept, int(facts[:, 0].max())
 
     def _without_host(self, x: mx.array, indices: mx.array, scores: mx.array | None) -> tuple[mx.array, int]:
-        """The same where the indices have no values. The first call still compares what does not depend on them."""
+        """The result of :meth:`_with_host` without the values of the indices. The first call compares all but these."""
         if self.mode == "dispatch":
             raise InvalidArgument(
                 f"{_NAME}: mode 'dispatch' needs the indices on the host: the sizes of its messages depend on them. "
@@ -360,7 +360,7 @@ class ExpertParallelSwitchGLU(nn.Module):
     def _equal(
         self, x: Any, kept: np.ndarray, scores: mx.array | None, earlier: np.ndarray | None = None
     ) -> dict[str, object]:
-        """What must be the same on all ranks, as far as this one can tell: a rank with a problem reports only that."""
+        """The values that must be equal on all ranks, as far as this one has them: with a problem it reports that."""
         alike = self.tokens == "replicated"
         return {
             "layer": f"{self._configuration}, mode {self.mode}",
@@ -391,7 +391,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
 
 def _describe(switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> str:
-    """What must be the same on all ranks, in words short enough for a message."""
+    """The configuration that must be the same on all ranks, in words short enough for a message."""
     arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters(switch).items()]
     shapes = zlib.crc32(f"{arrays} {policy.link}".encode())
     inside = sharding.tp_group.size() if sharding.tp_group else 1

@@ -30,17 +30,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of one full array: along each axis some ranges of it, joined in this order.
+    """A rank's part of one full array: along each axis some ranges of it, joined in this order.
 
     Attributes:
         shape: of the full array.
         ranges: of each axis, what this rank holds: ``((start, stop), ...)``. A fused layer has several; the same one
             may come more than once (KV heads of which each query head has a copy).
         groups: the ranks that hold other parts: one group for each way in which the array is cut. () if it is full.
-        copies: of each axis, ranges of what this rank holds, from 0, which an earlier rank holds, too, or this one
-            already: what is counted once is counted there. ``None``: no rank holds a copy.
-        flat: of what the ranges give, flattened, the elements that this rank holds; ``None`` for all. The local array
-            then has one dimension.
+        copies: for each axis, ranges of the local array, from 0, that an earlier rank holds, too, or that this rank
+            holds before: each element is counted where it is held first. ``None``: no rank holds a copy.
+        flat: (start, stop) of this rank's elements in the joined ranges, flattened; ``None`` for all. The local
+            array then has one dimension.
         length: of the local array where it is flat: zeros follow, up to the length that all ranks have.
     """
 
@@ -53,7 +53,7 @@ class Cut:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> "Cut":
-        """Of an array that all ranks hold."""
+        """The cut of an array that all ranks hold in full."""
         return cls(tuple(shape), tuple(((0, length),) for length in shape), (), (None,) * len(shape))
 
     def along(self, axis: int, ranges: Sequence[Sequence[Range]], group: Group | mx.distributed.Group) -> "Cut":
@@ -80,8 +80,8 @@ class Cut:
         )
 
     def flattened(self, begin: int, end: int, length: int, group: Group | mx.distributed.Group) -> "Cut":
-        """Cut once more: elements ``begin`` to ``end`` of the array that this says, flattened, are this rank's of
-        ``group``, in an array of ``length``, with zeros at the end."""
+        """A further cut: this rank of ``group`` holds elements ``begin`` to ``end`` of this cut's array, flattened, in
+        an array of ``length`` with zeros at the end."""
         groups = self.groups if group.size() == 1 else (*self.groups, group)
         return replace(self, flat=(begin, end), length=length, groups=groups)
 
@@ -97,7 +97,7 @@ class Cut:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the array that this rank holds."""
+        """The shape of the array that this rank holds."""
         return self.joined if self.flat is None else (self.length,)
 
     def take(self, full: mx.array) -> mx.array:
@@ -152,7 +152,7 @@ class Cut:
             full[box] = local.reshape(-1)[start:stop].reshape(shape)[within]
 
     def _boxes(self, low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[tuple, tuple]]:
-        """Of a box of the joined array: boxes of the full array, and where in that box they are."""
+        """The boxes of the full array in a box of the joined array, and where in that box each of them is."""
         axes = []
         for ranges, first, last in zip(self.ranges, low, high, strict=True):
             held, axis = 0, []
@@ -173,7 +173,7 @@ def overlapping(ranges: Iterable[Range]) -> bool:
 
 
 def _runs(mask: np.ndarray) -> list[Range]:
-    """Where it is true."""
+    """The runs of true elements, as (start, stop)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 

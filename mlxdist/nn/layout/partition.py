@@ -37,9 +37,9 @@ def split_sizes(
     ``rank_shares`` may be "memory" or "compute": the measured speeds of the ranks
     (:mod:`mlxdist.nn.layout.measured_shares`).
 
-    Of each segment every rank holds a positive multiple of ``multiple`` (a head, a quantization group), and of all
-    segments the same share. With ``rank_shares`` the shares are as near to them as that allows: by largest remainder,
-    the lower rank first where two are equal; a rank that would come away with nothing gets one from the largest.
+    Every rank holds a positive multiple of ``multiple`` (a head, a quantization group) of each segment, and the same
+    share of all segments. With ``rank_shares`` the shares are as near to them as that allows: by largest remainder, the
+    lower rank first where two are equal; a rank that would get nothing gets one from the largest.
 
     Raises:
         InvalidArgument: a segment is no multiple of ``multiple``; there are fewer shares than ranks; without
@@ -92,12 +92,12 @@ def segment_lengths(name: str, total: int, segments: Segments = 1) -> tuple[int,
 
 
 def shard_slice(sizes: Sequence[int], rank: int) -> slice:
-    """Where the shard of ``rank`` lies in a dimension of one segment."""
+    """The slice of a dimension of one segment that is the shard of ``rank``."""
     return slices(sizes, rank)[0]
 
 
 def slices(sizes: Sequence[int], rank: int, segments: Segments = 1) -> list[slice]:
-    """Where the shards of ``rank`` lie in the dimension, one slice for each segment."""
+    """The slices of a dimension that are the shards of ``rank``, one for each segment."""
     if not 0 <= rank < len(sizes):
         raise InvalidArgument(f"slices: rank is {rank}, but there are sizes for {len(sizes)} ranks")
     found, start = [], 0
@@ -135,7 +135,7 @@ def own_tokens(tokens: mx.array, here: slice) -> tuple[mx.array, mx.array]:
 def join(
     x: mx.array, axis: int, sizes: Sequence[int], group: GroupLike | None = None, segments: Segments = 1
 ) -> mx.array:
-    """All ranks' shards, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; shards of
+    """All ranks' shards, joined along ``axis`` as they were before :func:`take`, by one lazy all_gather; shards of
     different sizes are padded for it. Backward: this rank's shard of the cotangent."""
     group = group_of(group)
     check_sizes("join", sizes, group)
@@ -165,7 +165,7 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: GroupLike | Non
 def slice_along(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
     """The slices ``places`` of ``x`` along ``axis``, from 0, one after the other.
 
-    Its graph is the same whatever the slices are, and so the order of a graph's collectives that of all ranks: with
+    The graph is the same for all slices, and so is the order of its collectives on all ranks: with
     constant bounds MLX leaves out a slice of all or of nothing.
     """
     pieces = [
@@ -240,7 +240,7 @@ def _checked_rank_shares(name: str, rank_shares: RankShares | None, ranks: int) 
 
 
 def _shares(units: int, rank_shares: list[Fraction]) -> list[int]:
-    """Largest remainder, in exact numbers: the same on machines whose floating point is not."""
+    """Shares by largest remainder, in exact fractions: floating point may differ between the ranks' machines."""
     quotas = [units * share / sum(rank_shares) for share in rank_shares]
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda rank: (shares[rank] - quotas[rank], rank))

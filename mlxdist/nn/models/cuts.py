@@ -48,7 +48,7 @@ def cuts(model: nn.Module) -> dict[str, Cut]:
 
 
 def _cuts_of(module: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
-    """How parameters of a module are cut that are known from the module itself, but for what is full."""
+    """The cuts of a module's parameters that the module itself shows, without full parameters."""
     if region := vars(module).get("_region"):  # of a block of shard_model, in which some layers are full
         yield from region.cuts(module)
     elif isinstance(module, ExpertParallelSwitchGLU):
@@ -81,7 +81,7 @@ def _of_experts(layer: ExpertParallelSwitchGLU) -> Iterator[tuple[str, Callable[
 
 
 def _of_shared_heads(layer: ParallelAttention) -> Iterator[tuple[str, Callable[[], Cut]]]:
-    """Where ranks hold the same KV heads: the layers alone would take each for one of its own."""
+    """The cuts of KV projections whose heads ranks share: the layers alone would count each rank's heads as its own."""
     for name in ("k_proj", "v_proj") if layer.shares_kv_heads else ():
         for key, array in own_arrays(layer[name]):
             yield f"{name}.{key}", partial(_of_heads, array.shape, layer.kv_heads, layer.group)
@@ -95,7 +95,7 @@ def _of_heads(local: tuple[int, ...], heads: Sequence[range], group: Group) -> C
 
 
 def _of_mlx(layer: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
-    """Of equal shards of one segment: what MLX's layers do not say is the segments."""
+    """The cuts of a layer of MLX, as equal shards of one segment: the layer does not say its segments."""
     column = isinstance(layer, COLUMN_SHARDED)
     for name, array in own_arrays(layer):
         if column or name != "bias":

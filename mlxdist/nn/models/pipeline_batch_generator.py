@@ -63,7 +63,7 @@ class PipelineBatchGenerator:
     def insert(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int] | None = None, **options: Any
     ) -> list[int]:
-        """As ``BatchGenerator.insert``. Returns the numbers of the requests.
+        """Inserts requests as ``BatchGenerator.insert`` does. Returns their numbers.
 
         Args:
             prompts: the tokens of each.
@@ -75,8 +75,8 @@ class PipelineBatchGenerator:
     def insert_segments(
         self, segments: Sequence[Sequence[Sequence[int]]], max_tokens: Sequence[int] | None = None, **options: Any
     ) -> list[int]:
-        """As ``BatchGenerator.insert_segments``: :meth:`insert` with ``segments``, lists of lists of tokens, at the
-        ends of which it stops, in place of prompts; ``max_tokens`` and ``options`` as there."""
+        """Inserts requests as ``BatchGenerator.insert_segments`` does: :meth:`insert` with ``segments``, lists of lists
+        of tokens, in place of prompts; it stops at the end of each. ``max_tokens`` and ``options`` as there."""
         return [
             self._insert(
                 prompt,
@@ -87,8 +87,8 @@ class PipelineBatchGenerator:
         ]
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """A step of the batch whose turn it is: responses of prompts, and of requests that generate; of none, if no
-        request is left."""
+        """Computes a step of the next batch, in rotation. Returns responses of prompts, and of requests that generate;
+        both are empty if no request is left."""
         for _ in self._generators:
             batch, self._turn = self._turn, (self._turn + 1) % len(self._generators)
             numbers = {place[1]: number for number, place in self._places.items() if place[0] == batch}
@@ -128,7 +128,7 @@ class PipelineBatchGenerator:
             generator.close()
 
     def _insert(self, prompt: Sequence[Sequence[int]], max_tokens: list[int] | None, options: dict[str, Any]) -> int:
-        """Into the batch with the fewest requests."""
+        """Inserts a request into the batch with the fewest requests."""
         sizes = [0] * len(self._generators)
         for batch, _ in self._places.values():
             sizes[batch] += 1
@@ -139,7 +139,7 @@ class PipelineBatchGenerator:
         return number
 
     def _of_each(self, uids: Iterable[int], call: Any) -> dict[int, Any]:
-        """What a call with the requests of a batch returns, of all batches."""
+        """The results of ``call`` for the requests ``uids``, by their numbers: it is called once for each batch."""
         found: dict[int, Any] = {}
         uids = list(uids)
         for batch, generator in enumerate(self._generators):

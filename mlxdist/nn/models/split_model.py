@@ -31,13 +31,13 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative 
 
 
 class SplitModel(InPlaceOf):
-    """What :meth:`from_model` makes. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like the model itself.
+    """A model made by :meth:`from_model`. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like mlx-lm's own model.
 
     Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them. Ranks
     that call it with different arrays raise a Mismatch.
 
     Attributes:
-        model: mlx-lm's own, with other layers. What this class does not have is looked up there.
+        model: mlx-lm's own, with other layers. Attributes that this class does not have are looked up there.
         why_not_blocks: why the layers are mlx-lm's own and sharded by `shard_model`; ``None`` where they are
             `SplitBlock`s.
     """
@@ -105,8 +105,8 @@ class SplitModel(InPlaceOf):
         return split
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the model: tokens, integers of shape (batch, length), to logits of shape (batch, length, vocabulary) and
-        the model's dtype, the same on every rank."""
+        """Calls the model: tokens, integers of shape (batch, length), give logits of shape (batch, length, vocabulary)
+        in the model's dtype, the same on every rank."""
         return self.model(*arguments, **keywords)
 
 
@@ -139,7 +139,7 @@ def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
-    """What the model takes of its layers that a block does not have; it is tried with stand-ins for the layers."""
+    """Why a block cannot stand for a layer of which the model reads more; None: it can. Tried with stand-ins."""
     full = list(layers)
     stand_ins: list[Any] = [_StandIn(layer) for layer in full]
     try:
@@ -164,7 +164,7 @@ class _StandIn:
 
 
 def _wrong_blocks(model: nn.Module, group: Group, rank_shares: Sequence[float] | None) -> str | None:
-    """The same by what they compute: of one layer of each kind. Collective, the same on all ranks."""
+    """Why layers cannot be blocks, by the results of one layer of each kind. Collective, the same on all ranks."""
     kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
     for layer in kinds.values():
         try:

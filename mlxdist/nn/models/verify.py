@@ -83,7 +83,7 @@ def verify(
     Args:
         model: sharded over the ranks of ``group``; its logits must be full on every rank.
         reference: on rank 0 the full model, or its directory or name, as for :func:`load_sharded`; ignored elsewhere.
-        tokens: integers of shape (tokens,), at least 5; ``None``: 16 random ones. Those of rank 0 count.
+        tokens: integers of shape (tokens,), at least 5; ``None``: 16 random ones. The tokens of rank 0 are used.
         tolerance: of the largest logit; ``None`` is that of the dtype in ``TOLERANCES``.
 
     Raises:
@@ -169,7 +169,7 @@ def _checked_tokens(tokens: mx.array | np.ndarray | None, full: nn.Module) -> li
 
 
 def _logits(model: nn.Module, tokens: list[int]) -> mx.array:
-    """Of every position: (tokens, vocabulary)."""
+    """The logits of every position: (tokens, vocabulary)."""
     from mlx_lm.models.cache import make_prompt_cache
 
     cache = make_prompt_cache(model)

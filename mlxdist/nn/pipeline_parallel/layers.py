@@ -1,7 +1,7 @@
-"""What passes between the layers of a model, and which modules are used before, between and after them.
+"""Finds the arrays that pass between a model's layers, and the modules used before, between and after the layers.
 
-Found by calling the model twice, with other shapes, while nothing is computed: MLX is lazy. What a layer takes is known
-by identity: it is the very array that an earlier layer has returned, or one that is new.
+The model is called twice, with other shapes, while nothing is computed: MLX is lazy. The arrays that a layer takes are
+known by identity: each is the very array that an earlier layer has returned, or a new one.
 """
 
 import math
@@ -58,7 +58,7 @@ class Passed:
 
     @property
     def bytes(self) -> int:
-        """Of one token."""
+        """The bytes of one token."""
         return math.prod(self.shape[1:]) * self.dtype.size
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Layers:
 
 @dataclass
 class _Call:
-    """One call of a layer: its number, its arguments, and what it has returned."""
+    """A call of a layer: its number, its arguments, and its result."""
 
     layer: int
     arguments: list[Any]
@@ -132,7 +132,7 @@ def find_layers(model: nn.Module) -> Layers:
 
 
 def at(tree: Any, path: str) -> Any:
-    """What is in a tree at a path of ``mlx.utils``."""
+    """The value in a tree at a path of ``mlx.utils``."""
     for key in path.split("."):
         tree = tree[key if isinstance(tree, dict) else int(key)]
     return tree
@@ -185,7 +185,7 @@ def _recorded(
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """What is in a tree, with paths of ``mlx.utils``."""
+    """The leaves of a tree, with their paths of ``mlx.utils``."""
     flat: Any = tree_flatten(tree) if isinstance(tree, list | tuple | dict) else [("", tree)]
     return flat
 
@@ -199,7 +199,7 @@ def _like(one: Any, other: Any) -> Any:
 
 
 def _taken(one: _Call, other: _Call, origins: dict[int, int]) -> Boundary:
-    """What a layer takes that depends on the tokens: floats with a batch. Masks and positions are the same for all."""
+    """The arrays of tokens that a layer takes: floats with a batch. Masks and positions are the same on all stages."""
     others, found = dict(leaves(other.arguments)), []
     for path, x in leaves(one.arguments):
         if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating):
@@ -232,5 +232,5 @@ def _why_not(calls: Sequence[_Call], taken: Sequence[Boundary], start: int) -> s
 
 
 def is_cache(x: Any) -> bool:
-    """Whether it is a cache as mlx-lm has them."""
+    """Whether ``x`` is a cache as mlx-lm has them."""
     return hasattr(x, "state") and hasattr(x, "nbytes") and not isinstance(x, mx.array)

@@ -45,7 +45,7 @@ def drop_parameters(module: nn.Module) -> None:
 
 
 class _DroppedLinear(nn.Module):
-    """In place of what mlx-lm's ``linear_to_lora_layers`` takes: it gets no adapter."""
+    """Replaces a layer that mlx-lm's ``linear_to_lora_layers`` would take: this one gets no adapter."""
 
     def to_lora(self, **settings: Any) -> nn.Module:
         return self
@@ -63,7 +63,7 @@ def drop_layer(layer: nn.Module) -> None:
 
 
 def _takes_adapters(module: nn.Module) -> bool:
-    """Whether mlx-lm's ``linear_to_lora_layers`` takes it."""
+    """Whether mlx-lm's ``linear_to_lora_layers`` takes ``module``."""
     kinds = *LINEARS, nn.Embedding, nn.QuantizedEmbedding
     return hasattr(module, "to_lora") or isinstance(module, kinds) or type(module).__name__ in SWITCH_LINEARS
 
@@ -96,7 +96,7 @@ def advance(cache: Any, batch: int, length: int, after: Sequence[mx.array]) -> N
 
 
 def is_known(cache: Any) -> bool:
-    """Whether :func:`advance` can do that."""
+    """Whether :func:`advance` can add tokens to a cache."""
     return all(any(hasattr(part, name) for name in _METHODS) for part in _parts(cache))
 
 

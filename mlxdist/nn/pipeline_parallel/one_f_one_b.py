@@ -37,7 +37,7 @@ def one_f_one_b(
 def _in_turn(
     forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """``ahead`` forward passes more than backward ones. ``delay``: for how many of I a W waits."""
+    """Yields ``ahead`` F, then F and B in turn. ``delay``: each B is an I, and its W comes that many I's later."""
     for pair in forward[:ahead]:
         yield Action("F", *pair)
     for number, pair in enumerate(backward):

@@ -56,6 +56,7 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
                 f"pipeline_parallel: the plan has {stage_plan.stages} stages, and the group {group.size()} ranks"
             )
     assert stage_plan is not None
+    # Compared once, here, so that no message between stages needs a header.
     agree("pipeline_parallel", group, None, {"arrays between layers": layers.taken})
     stage = Stage(model, layers, stage_plan, group)
     _routed(model, stage, layers)
@@ -64,7 +65,7 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
 
 
 def _routed(model: Any, stage: Stage, layers: Layers) -> None:
-    """Every layer goes by way of the stage, and the model, too."""
+    """Routes the calls of each layer, and those of the model, through the stage."""
 
     def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
         return stage._call_layer(kind, numbers[id(layer)], layer, *args, **keywords)

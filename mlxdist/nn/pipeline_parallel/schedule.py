@@ -40,7 +40,7 @@ class _Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of a pipeline does in a training step. ``str(schedule)`` is its timeline.
+    """The actions of each rank of a pipeline in a training step. ``str(schedule)`` is its timeline.
 
     Attributes:
         name: for people.
@@ -63,7 +63,7 @@ class Schedule:
         return chunk * self.stages + rank
 
     def kept(self, rank: int) -> int:
-        """For how many virtual stages and micro-batches ``rank`` keeps activations at most, at a time."""
+        """The most pairs of virtual stage and micro-batch whose activations ``rank`` keeps at a time."""
         kept = most = 0
         for action in self.actions[rank]:
             kept += action.kind == "F"
@@ -106,7 +106,7 @@ class Schedule:
         message: float = 0.0,
         speeds: Sequence[float] | None = None,
     ) -> Timeline:
-        """When each action begins and ends, for actions that take a given time on a virtual stage of speed 1.
+        """Computes when each action begins and ends, if actions take given times on a virtual stage of speed 1.
 
         Args:
             forward, input_gradient, weight_gradient: how long F, I and W take; B takes the sum of the last two, and its
@@ -149,7 +149,7 @@ class Schedule:
         return _Event("F" if action.kind == "F" else "I", action.micro_batch, self.part(rank, action.chunk))
 
     def _needed(self, rank: int, action: Action) -> Iterator[_Event]:
-        """What has to have ended before an action."""
+        """The events that must have happened before an action begins."""
         own = self._event(rank, action)
         if action.kind == "W":
             yield own
@@ -162,7 +162,7 @@ class Schedule:
                 yield own._replace(part=own.part + 1)
 
     def _check_complete(self, rank: int) -> None:
-        """That a rank has F and B, or F, I and W, of each micro-batch on each virtual stage."""
+        """Checks that a rank has F and B, or F, I and W, of each micro-batch on each virtual stage."""
         done: dict[tuple[int, int], str] = {}
         for action in self.actions[rank]:
             key = action.micro_batch, action.chunk
@@ -181,7 +181,7 @@ class Schedule:
                     )
 
     def _check_messages(self) -> None:
-        """That two ranks have their messages in one order: the receiver takes the first that was sent."""
+        """Checks that two ranks have their messages in one order: the receiver takes the first that was sent."""
         events = [
             [self._event(rank, action) for action in row if action.kind != "W"] for rank, row in enumerate(self.actions)
         ]
@@ -200,9 +200,9 @@ class Schedule:
 def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """A schedule by its name: "gpipe", "1f1b" or "zero_bubble".
 
-    Of stages that are equally fast and messages that take no time, the share of time that is idle, the bubble, is
-    ``(p - 1) / (m v + p - 1)`` at most for p stages, m micro-batches and v virtual stages, where m is a multiple of p:
-    that is the papers', in which a gradient leaves when all of B is computed. For zero_bubble it is
+    The bubble is the share of time in which ranks are idle. It is ``(p - 1) / (m v + p - 1)`` at most for p stages that
+    are equally fast, m micro-batches, a multiple of p, and v virtual stages, where messages take no time. That is the
+    bubble of the papers, where a gradient leaves once all of B is computed. With zero_bubble it is
     ``(p - 1) / (3 m v + p - 1)`` where F, I and W take equally long and v is 1.
 
     Args:
@@ -224,7 +224,7 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, virtual: int =
 
 
 def _each(value: int | Sequence[int] | None, ranks: int) -> Sequence[int | None]:
-    """One number for each rank."""
+    """The values for each rank, from one for all ranks or one for each."""
     values = list(value) if isinstance(value, Sequence) else [value] * ranks
     if len(values) != ranks or any(one is not None and (type(one) is not int or one < 0) for one in values):
         raise InvalidArgument(f"Schedule: activations and memory are bytes, one number or {ranks}, not {value!r}")

@@ -1,8 +1,8 @@
 """A stage of a pipeline: some layers of a model, and the model around them as it is.
 
 mlx-lm's models compute masks, positions and layer types in the code around their layers. So a stage runs that code
-with all layers in their places: those of other stages hold nothing and do nothing, and what the first of its own
-takes is what the stage before has sent. Rank s of the group is stage s, so rank 0 has the embedding. (mlx-lm's own
+with all layers in their places: those of other stages hold nothing and do nothing, and the first of its own takes the
+arrays that the stage before has sent. Rank s of the group is stage s, so rank 0 has the embedding. (mlx-lm's own
 pipelines are the other way round.)
 """
 
@@ -62,6 +62,7 @@ class Stage:
         self._calls = 0
         self._receives, self._sends = Order(Transfer.incoming), Order(Transfer.stream)  # of all calls
         holders = {tuple(stages_of(when, self.stages)) for when in layers.outside.values()}
+        # All ranks split for all sets of holders in one order, since split is a collective of the whole group.
         shared = sorted(ranks for ranks in holders | {tuple(range(self.stages))} if len(ranks) > 1)
         groups = {ranks: group.split(0 if self.index in ranks else -1) for ranks in shared}
         self._shared = {ranks: own for ranks, own in groups.items() if own is not None}
@@ -78,13 +79,13 @@ class Stage:
 
     @property
     def timeline(self) -> Timeline | None:
-        """What this rank did in the last training step, as measured, in seconds; None: there was none. Waits for it."""
+        """This rank's actions of the last training step, measured in seconds; None: there was none. Waits for it."""
         return None if self.stamps is None else self.stamps.timeline(f"stage {self.index} of {self.stages}")
 
     def __call__(
         self, tokens: mx.array, hidden: Sequence[mx.array] | None = None, cache: Any = None, chunk: int = 0
     ) -> Any:
-        """What this stage computes, without communication; differentiable in ``hidden`` and its parameters.
+        """Computes this stage without communication; differentiable in ``hidden`` and the stage's parameters.
 
         Args:
             tokens: integers of shape (batch, length), on every stage.
@@ -127,8 +128,8 @@ class Stage:
         """Calls a function in which ``model(tokens, ...)`` is this stage alone, once.
 
         Returns:
-            What the function returns, which is of use on the last stage: on others the model's result has the shape of
-            the logits and is not to be evaluated. And the arrays that the next stage takes.
+            The result of the function, which is of use on the last stage: on others the model's result has the shape
+            of the logits and is not to be evaluated. And the arrays that the next stage takes.
 
         Raises:
             InvalidArgument: the function does not call the model once.
@@ -145,9 +146,9 @@ class Stage:
         return value, runs[0].left
 
     def shape_of_call(self, function: Callable[[], Any], chunk: int = 0) -> tuple[Any, tuple[int, int]]:
-        """What ``function`` returns, not to be evaluated, and the shape of the tokens with which it calls the model.
+        """The result of ``function``, not to be evaluated, and the shape of the tokens with which it calls the model.
 
-        No layer is called. ``chunk``: whose parameters :meth:`trainable_parameters` are.
+        No layer is called. ``chunk``: the virtual stage whose parameters :meth:`trainable_parameters` then returns.
         """
         shapes: list[Any] = []
 
@@ -191,7 +192,7 @@ class Stage:
         return self.transfer.broadcast(logits, self.stages - 1, self._calls)
 
     def _call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-        """What a layer of the model does when the model calls it."""
+        """Computes or skips a layer that the model calls; receives before and sends after a chunk."""
         run = self._run
         arguments: list[Any] = [list(args), keywords]
         if run is None:
@@ -209,7 +210,7 @@ class Stage:
         return kind.__call__(layer, *arguments[0], **arguments[1])
 
     def _skip(self, run: "_Run", number: int, arguments: list[Any]) -> Any:
-        """In place of a layer of another stage."""
+        """Skips a layer of another stage: advances its cache, and returns zeros like its result."""
         batch, length = run.shape
         if (path := self._layers.caches[number]) is not None:
             advance(at(arguments, path), batch, length, run.messages)
@@ -240,7 +241,7 @@ class Stage:
 
     @property
     def shared_groups(self) -> list[Group]:
-        """Those of :meth:`group_of`, in one order on all stages."""
+        """The groups of :meth:`group_of`, in one order on all stages."""
         return list(self._shared.values())
 
     def _layer_of(self, path: str) -> int | None:
@@ -254,7 +255,7 @@ class Stage:
         return self.taken(self.stage_plan.ranges[part][0])
 
     def taken(self, number: int) -> Boundary:
-        """What layer ``number`` takes."""
+        """The arrays that layer ``number`` takes."""
         return self._layers.taken[number]
 
     def _called(self, run: "_Run", tokens: mx.array, *args: Any, **keywords: Any) -> Any:
@@ -266,9 +267,9 @@ class Stage:
 
 
 class _Run:
-    """One call of the model: which layers this rank computes, and what happens where they begin and end.
+    """A call of the model: which layers this rank computes, and what happens where they begin and end.
 
-    ``messages``: of this call so far.
+    ``messages``: those of this call so far.
     """
 
     def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
@@ -280,16 +281,16 @@ class _Run:
         self.hidden, self.left = list(hidden or ()), list[mx.array]()
 
     def enter(self, number: int) -> list[mx.array]:
-        """What layer ``number``, the first of a chunk, takes."""
+        """The arrays that layer ``number``, the first of a chunk, takes."""
         return self.hidden
 
     def leave(self, number: int, arrays: list[mx.array]) -> None:
-        """Where layer ``number`` comes after a chunk: what it takes of that."""
+        """Stores the arrays that layer ``number``, the first one after a chunk, takes from that chunk."""
         self.left = arrays
 
 
 class _ConnectedRun(_Run):
-    """One that receives and sends.
+    """A call of the model that receives and sends.
 
     Each message waits for the one before, a receive for those of earlier calls, too, and so does a send: MLX may
     evaluate several calls together, in an order of its own. A receive does not wait for the send of an earlier call, so

@@ -137,7 +137,7 @@ def plan_stages(
     """Plans which stage of a pipeline has which layers, so that the slowest is as fast as can be. Needs no group.
 
     A stage takes as long as its parameters need to be read at its speed, with those of the head on the last stage, and
-    what it receives to arrive. Of plans that are equally fast the one is taken that sends less.
+    what it receives to arrive. Among equally fast plans it takes the one that sends least.
 
     Args:
         model: of mlx-lm, full; its parameters may be lazy.
@@ -209,7 +209,7 @@ def stages_of(when: Collection[str], stages: int) -> list[int]:
 
 
 class _Problem:
-    """What a plan is looked for of: contiguous ranges of layers, of which the slowest is as fast as can be."""
+    """The search for a plan: contiguous ranges of layers, the slowest of which is as fast as can be."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class _Problem:
         return self._least(over)
 
     def _least(self, cost: Any) -> tuple[Range, ...] | None:
-        """Where each chunk ends, by dynamic programming over chunks and layers: the least of the greatest cost."""
+        """The ranges whose greatest cost is least, or None, by dynamic programming over chunks and layers."""
         number = len(self.sums) - 1
         ends: list[dict[int, tuple[float, int, int]]] = [{0: (0.0, 0, 0)}]  # cost, bytes sent, where the chunk begins
         for chunk in range(self.chunks):

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline did what: of a schedule that was simulated, or of a step that was measured."""
+"""The times of a pipeline's actions on each rank: of a schedule that was simulated, or of a step that was measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MAX_WIDTH = 150  # of the picture, in characters
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank computes.
+    """An action of a rank: what it computes, of which micro-batch, on which virtual stage.
 
     Attributes:
         kind: "F", "B", "I" or "W": :mod:`mlxdist.nn.pipeline_parallel.schedule`.
@@ -58,15 +58,15 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last action, in the unit of the spans."""
+        """The time from the start to the end of the last action, in the unit of the spans."""
         return max((span.end for row in self.spans for span in row), default=self.start) - self.start
 
     def busy(self, rank: int) -> float:
-        """For how long ``rank`` computes."""
+        """The time in which ``rank`` computes."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     def idle(self, rank: int) -> float:
-        """For how long ``rank`` does not."""
+        """The time in which ``rank`` does not compute."""
         return self.seconds - self.busy(rank)
 
     @property
@@ -119,12 +119,12 @@ class Stamps:
         self._actions.append((action, self._after(received) if received else None, None))
 
     def end(self, computed: Sequence[mx.array]) -> None:
-        """The last one ends once ``computed`` is; nothing: it takes no time."""
+        """Ends the last action once ``computed`` is computed; without arrays it takes no time."""
         if computed:
             self._actions[-1] = (*self._actions[-1][:2], self._after(computed))
 
     def timeline(self, title: str) -> Timeline:
-        """Waits for the step."""
+        """Waits for the step and returns its spans."""
         start = previous = _seconds(self._start)
         spans = []
         for action, received, computed in self._actions:

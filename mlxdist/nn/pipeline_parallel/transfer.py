@@ -17,7 +17,7 @@ __all__ = ["GradientTransfer", "Transfer"]
 
 
 class Transfer(Channel):
-    """What passes from each stage to the next. :func:`pipeline_parallel` has agreed on shapes and dtypes, so a message
+    """The messages from each stage to the next. :func:`pipeline_parallel` has agreed on shapes and dtypes, so a message
     has no more than its elements.
 
     A receive is an operation of MLX: one that is started early (``mx.async_eval``) arrives while this rank computes,
@@ -68,7 +68,7 @@ class Transfer(Channel):
         *after: mx.array,
         inputs: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """What :meth:`send` sends there, each of shape (batch, length, ...), in an order as there."""
+        """Receives what :meth:`send` sends on ``src``: arrays of shape (batch, length, ...), in an order as there."""
         order = order or Order(self.incoming)
 
         def arrive(passed: Passed, token: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ __all__ = ["Head", "InPlaceOf", "TiedEmbedding", "shard_head"]
 
 
 class InPlaceOf(nn.Module):
-    """What it does not have is looked up in the submodule that ``original`` names."""
+    """A module that looks up attributes that it does not have in the submodule that ``original`` names."""
 
     original: str
 

@@ -1,4 +1,4 @@
-"""One matrix of several: linears that read the same input, sharded for this rank, merged and laid out for the device.
+"""Merges linears that read the same input into one matrix, sharded for this rank and laid out for the device.
 
 On the CPU backend a matrix is kept transposed, (in, out): ``x @ w`` then adds up rows, which compilers vectorise, 1.4
 to 1.8 times faster from 256 to 14336 columns (one row, float32, MLX's Linux wheels). On a GPU it stays (out, in), as

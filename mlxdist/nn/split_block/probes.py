@@ -1,4 +1,4 @@
-"""What a model computes of a few tokens at positions far behind the start: where its configuration names a boundary.
+"""Calls a model with a few tokens at positions far behind the start: where its configuration names a boundary.
 
 Rotary embeddings, scales of attention and masks may change once a sequence is longer than a number of the
 configuration. A prompt of that length would take too long for a check at load. A `Probe` is a cache that stands at any
@@ -64,7 +64,7 @@ def places(numbers: Iterable[int]) -> list[int]:
 
 
 def logits_at(model: nn.Module, numbers: Iterable[int]) -> list[mx.array]:
-    """Of a few tokens at the start without a cache, and with a `Probe` at each of the `places`; evaluated."""
+    """The logits of a few tokens at the start, without a cache, and at each of the `places`, with a `Probe`."""
     from mlx_lm.models.cache import make_prompt_cache
 
     tokens = mx.arange(TOKENS)[None]

@@ -71,7 +71,7 @@ class RotaryTable:
         return self._cos[offset : offset + length], self._sin[offset : offset + length]
 
     def recent(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for the layers of a model that ask for ``key`` in one pass."""
+        """The result of ``make``, made once for the layers of a model that use ``key`` in one pass."""
         if key in self._recent:
             return self._recent[key]
         if len(self._recent) == RECENT:

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Rank by rank. Where there are fewer KV heads than ranks, ranks next to each other hold the same one."""
+    """The heads of each rank. Where there are fewer KV heads than ranks, ranks next to each other hold the same one."""
 
     query: list[int]
     key: list[int]

@@ -44,7 +44,7 @@ TOLERANCE = 1e-3  # relative difference in float32 above which a block does not 
 
 
 class Positions(NamedTuple):
-    """What depends on the position and not on the layer: made once for all layers of a model."""
+    """The arrays that depend on the position and not on the layer: made once for all layers of a model."""
 
     offset: mx.array  # (1,): where in the cache the new keys go
     cos: mx.array
@@ -54,10 +54,10 @@ class Positions(NamedTuple):
 
 
 class SplitBlock(nn.Module):
-    """What :meth:`from_layer` makes. Called like the decoder layer it stands for: ``block(x, mask, cache)``.
+    """A block made by :meth:`from_layer`. Called like the decoder layer it stands for: ``block(x, mask, cache)``.
 
     Parameters are this rank's shards: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
-    the layer normalises its queries and keys, ``qk_norm``. For inference: a block has no way back to a layer.
+    the layer normalizes its queries and keys, ``qk_norm``. It is for inference: a block has no way back to a layer.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class SplitBlock(nn.Module):
         return block
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
-        """As the layer, of which it also has the arguments. The result has shape and dtype of ``x``.
+        """Computes the layer, whose arguments it also has. The result has shape and dtype of ``x``.
 
         Args:
             x: (batch, length, hidden), the same on all ranks, of the dtype in which the layer computes.
-            mask: as in mlx-lm: ``None``, "causal" or an array. One token never needs one.
+            mask: as in mlx-lm: ``None``, "causal" or an array. A single token never needs it.
             cache: a cache of mlx-lm for this layer alone; ``None`` for none. It holds this rank's KV heads.
 
         Raises:
@@ -147,7 +147,7 @@ class SplitBlock(nn.Module):
         return y
 
     def positions(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
-        """For `segments`: the same for all blocks that share a table and whose caches are equally far."""
+        """The positions for `segments`: the same for all blocks that share a table and whose caches are equally far."""
         offset = None if cache is None else cache.offset
         # An array that is a mask is in the value too, so that its id stays its own.
         key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
@@ -188,7 +188,7 @@ class SplitBlock(nn.Module):
         return h + self._sum(y)
 
     def without_sums(self) -> SplitBlock:
-        """The same with every all_sum left out, to measure what they cost: its result is not the layer's."""
+        """A block like this one without its all_sums, to measure what they cost: its result is not the layer's."""
         return SplitBlock(self._shape, dict(self), self.table, None, self.submit)
 
     def _sum(self, partial: mx.array) -> mx.array:
@@ -218,7 +218,7 @@ class SplitBlock(nn.Module):
 
 
 def positions(table: RotaryTable, length: int, offset: int | None, mask: mx.array | str | None = None) -> Positions:
-    """For ``length`` tokens behind ``offset`` others in the cache; ``None`` if there is no cache."""
+    """The positions of ``length`` tokens behind ``offset`` others in the cache; ``None`` if there is no cache."""
     cached, offset = offset is not None, offset or 0
     cos, sin = table.rows(offset, length)
     window = offset + length
@@ -232,7 +232,7 @@ def positions(table: RotaryTable, length: int, offset: int | None, mask: mx.arra
 
 @lru_cache(maxsize=1)
 def _seen(window: int) -> mx.array:
-    """Of this one every mask of one token is a part: a view, and no arithmetic."""
+    """The array of which every mask of one token is a part: a view, and no arithmetic."""
     return mx.arange(2 * window) < window
 
 
@@ -243,7 +243,7 @@ def _padded(mask: mx.array, window: int) -> mx.array:
 
 
 def settings(layer: nn.Module) -> dict[str, Any]:
-    """What a model may read of a layer besides calling it: plain values such as ``use_sliding``."""
+    """The attributes that a model may read of a layer besides calling it: plain values such as ``use_sliding``."""
     return {name: value for name, value in vars(layer).items() if name[0] != "_" and not hasattr(SplitBlock, name)}
 
 
@@ -253,7 +253,7 @@ def _is_plain(cache: Any) -> bool:
 
 
 def relative_error(found: mx.array, wanted: mx.array) -> float:
-    """Of the norms, in float32; NaN where either has one. Models that forbid tokens by -inf have it in both."""
+    """The error in the norm, in float32; NaN if either has one. Models that forbid tokens by -inf have it in both."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     difference = mx.linalg.norm(mx.where(found == wanted, 0, found - wanted))
     norm = mx.linalg.norm(mx.where(mx.isinf(wanted), 0, wanted))

@@ -28,7 +28,7 @@ SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 class ShardedLinear(nn.Module, ABC):
-    """What an adapter (:class:`mlxdist.nn.LoRALinear`) needs of a linear layer of which every rank holds a shard.
+    """A linear layer of which every rank holds a shard, with the methods that an adapter (:class:`LoRALinear`) calls.
 
     A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
     its own. The adapter's matrix next to the sharded dimension is sharded like it.
@@ -45,7 +45,7 @@ class ShardedLinear(nn.Module, ABC):
 
     @abstractmethod
     def enter(self, x: mx.array) -> mx.array:
-        """What this rank's product takes, from what the layer is called with."""
+        """The input of this rank's product, from the input of the layer."""
 
     def product(self, x: mx.array) -> mx.array:
         """This rank's part of the product, with the bias if that is sharded, too."""
@@ -57,7 +57,7 @@ class ShardedLinear(nn.Module, ABC):
 
     @abstractmethod
     def leave(self, y: mx.array) -> mx.array:
-        """What the layer returns, from this rank's product."""
+        """The result of the layer, from this rank's product."""
 
     @abstractmethod
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ShardedLinear":
@@ -76,7 +76,7 @@ class ShardedLinear(nn.Module, ABC):
 
     @abstractmethod
     def cut(self, local: Sequence[int], axis: int) -> Cut:
-        """How an array is cut along ``axis``, of which this rank holds one of shape ``local``."""
+        """The cut along ``axis`` of an array of which this rank holds a part of shape ``local``."""
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The shards themselves, with the gradients of all ranks that hold them."""

@@ -71,7 +71,7 @@ class MultiLoRALinear(nn.Module):
 
 
 def _padded(adapter: nn.Module, rank: int) -> tuple[mx.array, mx.array]:
-    """Both matrices in float32, as mlx-lm trains them, with zeros up to ``rank``."""
+    """The two matrices of an adapter in float32, as mlx-lm trains them, with zeros up to ``rank``."""
     more = (0, rank - adapter.lora_a.shape[1])
     a, b = (adapter[name].astype(mx.float32) for name in ("lora_a", "lora_b"))
     return mx.pad(a, [(0, 0), more]), mx.pad(b, [more, (0, 0)])

@@ -79,8 +79,8 @@ def split_heads(
 def heads_of(
     name: str, attention: nn.Module, ranks: int, rank_shares: RankShares | None
 ) -> tuple[list[int], list[range], int]:
-    """What :func:`split_heads` says of a module like Llama's attention, and the features of a head. No quantization
-    group of o_proj is sharded. Raises InvalidArgument also for another kind of module."""
+    """The result of :func:`split_heads` for a module like Llama's attention, and the features of a head. No
+    quantization group of o_proj is sharded. Raises InvalidArgument also for another kind of module."""
     _check(name, attention)
     head_dim = dims(attention.q_proj)[0] // attention.n_heads
     unit = quantization_unit(attention.o_proj)
@@ -126,8 +126,8 @@ class ParallelAttention(nn.Module):
     v_proj where KV heads are not shared.
 
     Attributes, as mlx-lm reads them: ``n_heads`` and ``n_kv_heads`` of this rank, ``head_dim``, ``scale``, ``rope``;
-    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``q_norm``, ``k_norm``. Of all ranks: ``heads``, the query heads of
-    each, and ``kv_heads``, the range of KV heads of each.
+    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``q_norm``, ``k_norm``. Two lists have an entry for each rank:
+    ``heads``, its number of query heads, and ``kv_heads``, its range of KV heads.
 
     Args:
         dims: features of the input and the output.
@@ -326,14 +326,14 @@ class ParallelAttention(nn.Module):
         return copy_to_holders(parameter, [slice(start, stop)], end, 0, self._group)
 
     def _normalized(self, name: str, x: mx.array) -> mx.array:
-        """All ranks hold the norm, each for its own heads: its gradient is the sum over the ranks."""
+        """Applies a norm that all ranks hold, each for its own heads: its gradient is the sum over the ranks."""
         if name not in self:
             return x
         norm = self[name]
         return _call(norm, norm, lambda p: copy_to_tensor_parallel_region(p, group=self._group), x)
 
     def _mask(self, mask: mx.array | str | None) -> mx.array | str | None:
-        """For this rank's heads."""
+        """The mask of this rank's heads."""
         if isinstance(mask, mx.array) and mask.ndim >= 3 and mask.shape[-3] > 1:
             return mask[..., shard_slice(self._heads, self._group.rank()), :, :]
         return mask

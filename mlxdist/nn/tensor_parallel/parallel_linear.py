@@ -1,4 +1,4 @@
-"""What the layers that are sharded over the ranks share, and of them the linear ones, plain and quantized."""
+"""The base of all layers that are sharded over the ranks, and the base of the linear ones, plain and quantized."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -73,7 +73,7 @@ class Sharded(nn.Module):
         return join(x, axis, scaled(self._sizes, length), self._group, self._segments)
 
     def cut(self, local: Sequence[int], axis: int) -> Cut:
-        """How an array is cut along ``axis``, of which this rank holds one of shape ``local``."""
+        """The cut along ``axis`` of an array of which this rank holds a part of shape ``local``."""
         length = local[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
         sizes = scaled(self._sizes, length)
         held = [slices(sizes, rank, self._segments) for rank in range(len(sizes))]
@@ -119,7 +119,7 @@ class ParallelLinear(Sharded, ShardedLinear):
 
     @property
     def segments(self) -> Segments:
-        """What is sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
+        """The segments, each sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
         return self._segments
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -136,7 +136,7 @@ class ParallelLinear(Sharded, ShardedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, **keywords: Any) -> "ParallelLinear":
-        """This rank's shard of a layer that all ranks hold: of a quantized one the quantized form of this class.
+        """Returns this rank's shard of a layer that all ranks hold; of a quantized layer this class's quantized form.
 
         ``keywords`` are those of the constructor. Frozen parameters stay frozen. No collective.
 
@@ -150,8 +150,8 @@ class ParallelLinear(Sharded, ShardedLinear):
         return layer
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ParallelLinear":
-        """As :meth:`ShardedLinear.with_weight`. Raises InvalidArgument where the ranks' shards are not whole
-        quantization groups."""
+        """Returns the layer with another weight: see :meth:`ShardedLinear.with_weight`. Raises InvalidArgument where
+        the ranks' shards are not whole quantization groups."""
         kind, local = self.kinds[quantized is not None], nn.Module()
         local.weight = weight
         if quantized is not None:
@@ -175,7 +175,7 @@ class PlainWeight(ParallelLinear):
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> ParallelLinear:
-        """Quantized, for ``nn.quantize``. No collective.
+        """The quantized form of the layer, for ``nn.quantize``. No collective.
 
         Args:
             group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.

@@ -139,7 +139,7 @@ class ParallelMLP(Sharded):
 
 
 def _half(index: int, name: str, parameter: mx.array) -> mx.array:
-    """That of gate (0) or of up (1)."""
+    """The part of gate (0) or of up (1) in a merged parameter."""
     return mx.contiguous(mx.split(parameter, 2)[index])
 
 

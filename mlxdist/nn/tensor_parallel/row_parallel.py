@@ -92,8 +92,8 @@ class RowParallelLinear(PlainWeight, _RowParallel):
         bias: as in ``nn.Linear``; every rank holds all of it.
         input_is_parallel: the input is sharded already, as a column-parallel layer with the same ``rank_shares`` and
             ``multiple`` leaves it.
-        sequence_parallel: one sum_scatter instead of the all_sum, and an all_gather in the backward pass. One all_sum
-            more in the backward pass gives the bias its gradient.
+        sequence_parallel: one sum_scatter instead of the all_sum, and an all_gather in the backward pass. Another
+            all_sum in the backward pass gives the bias its gradient.
         rank_shares: one positive number a rank: ``[2, 1]`` gives the first rank two thirds.
         multiple: every rank holds a multiple of it; the dimension of a head.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.

@@ -2,7 +2,7 @@
 
 Each rank holds the logits of its shard of the vocabulary, as :class:`mlxdist.nn.ParallelLMHead` and
 ``VocabParallelEmbedding.as_linear`` return them. ``sizes``, the ``sizes`` of that layer, says how many each rank holds.
-For every row of logits this is what a rank sends:
+A rank sends for every row of logits:
 
     vocab_parallel_argmax           8 bytes: its largest logit and where that is
     vocab_parallel_log_probs        8 bytes: the log-sum-exp of its shard, and the logit of the token if it holds it
@@ -16,7 +16,7 @@ gathered numbers. Logits are float16, bfloat16 or float32; what is computed from
 Raises, all of them:
     InvalidArgument: logits of another dtype, or whose last dimension is not this rank's entry of ``sizes``; ``sizes``
         that are not one per rank.
-    What :mod:`mlxdist.runtime.operations.collectives` raises, where the result is evaluated.
+    Also the errors of :mod:`mlxdist.runtime.operations.collectives`, where the result is evaluated.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def vocab_parallel_log_probs(
 
     Args:
         logits: shape (..., sizes[rank]).
-        tokens: integers from 0 to ``sum(sizes) - 1``, shape (...), the same on all ranks. What lies outside, which
+        tokens: integers from 0 to ``sum(sizes) - 1``, shape (...), the same on all ranks. A number outside, which
             cannot be seen before it is evaluated, counts as a token of logit 0.
         sizes, group: as for :func:`vocab_parallel_argmax`.
 
@@ -131,8 +131,8 @@ class VocabParallelSampler:
 
     The filters are mlx-lm's, in its order, before the temperature: top_p keeps the most probable tokens up to the one
     that brings their probability to ``top_p``, and those as probable as that one; min_p those at least ``min_p`` times
-    as probable as the first, but no fewer than ``min_tokens_to_keep``; top_k the ``top_k`` most probable. Of equally
-    probable tokens top_k and min_tokens_to_keep take those with the lowest number. All are exact: the threshold of
+    as probable as the first, but no fewer than ``min_tokens_to_keep``; top_k the ``top_k`` most probable. Equally
+    probable tokens are kept by top_k and min_tokens_to_keep from the lowest number on. All are exact: the threshold of
     top_p is one of the logits, found by radix selection, up to the rounding of sums in float32.
 
     The choice is the largest of logit / temp + Gumbel noise ("Gumbel-max"; Gumbel 1954). The noise of a token depends
@@ -259,7 +259,7 @@ class VocabParallelSampler:
         return all_sum(mine.astype(mx.uint32), group=self._group)
 
     def _top(self, x: mx.array) -> mx.array:
-        """Each row's largest value of all ranks, shape (rows, 1)."""
+        """The largest value of each row over all ranks, shape (rows, 1)."""
         return all_max(x.max(axis=-1, keepdims=True), group=self._group)
 
     def _among_largest(self, x: mx.array, k: int) -> mx.array:
@@ -343,7 +343,7 @@ def _gather(x: mx.array, group: Group) -> mx.array:
 
 
 def _place(name: str, logits: mx.array, sizes: Sequence[int], group: Group) -> slice:
-    """Where this rank's logits lie in the vocabulary."""
+    """The slice of the vocabulary that this rank's logits are for. Raises InvalidArgument where they do not fit."""
     check_sizes(name, sizes, group)
     if logits.dtype not in _DIGITS:
         raise InvalidArgument(f"{name}: logits must be float16, bfloat16 or float32, not {logits.dtype}")

@@ -46,8 +46,8 @@ class _VocabParallel(Sharded):
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x`` of shape (..., dims), with the embedding as the weight of the output layer.
 
-        Those of this rank's shard of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of them, by
-        one all_gather. ``x`` is the same on all ranks, and so is its gradient. Raises InvalidArgument for other shapes.
+        The result has this rank's shard of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of it,
+        by one all_gather. ``x`` is the same on all ranks, as is its gradient. Raises InvalidArgument for other shapes.
         """
         if x.ndim == 0 or x.shape[-1] != self.dims:
             raise InvalidArgument(

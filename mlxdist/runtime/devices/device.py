@@ -123,6 +123,7 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
         found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), array, _MAX_DEVICES))
         failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
 
+    # In a thread of its own: Apple's driver does not return for ports that are down.
     thread = InternalThread(target=query, name="mlxdist-devices", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -139,7 +140,7 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
 
 
 def port_remedy() -> str:
-    """What to do about a port of a Mac in bridge0 or without an IPv4 address, in the words of the engine's errors."""
+    """The remedy for a port of a Mac in bridge0 or without an IPv4 address, in the words of the engine's errors."""
     from mlxdist._native import ffi, lib  # here: unpacking devices needs no engine
 
     return ffi.string(lib.mlxdist_port_remedy()).decode()

@@ -24,21 +24,21 @@ ONE_HOST = "all ranks are on one host"
 
 
 class Rendezvous(Protocol):
-    """What this needs of it."""
+    """The method of the rendezvous that device selection calls."""
 
     def all_gather(self, blob: bytes, what: str) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
 class DeviceSelection:
-    """``choice``: what this rank uses; None where all ranks are on one host, and the software provider connects them
-    by itself. ``nodes``: of all ranks, empty then."""
+    """``choice``: the devices that this rank uses; None where all ranks are on one host, and the software provider
+    connects them by itself. ``nodes``: those of all ranks, empty then."""
 
     choice: Choice | None
     nodes: Sequence[NodeInfo] = ()
 
     def without_rdma(self, environment: Environment, why: str) -> Choice:
-        """What this rank uses instead where RDMA devices were chosen and could not be set up: ``why``. Raises
+        """The choice of this rank where RDMA devices were chosen and could not be set up, and ``why``. Raises
         InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another."""
         links, transport = environment.links_per_peer or 1, environment.soft_transport
         choices = [choose(self.nodes, r, "soft", None, links, transport) for r in range(len(self.nodes))]
@@ -47,7 +47,7 @@ class DeviceSelection:
 
 
 def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) -> DeviceSelection:
-    """Which devices connect the ranks.
+    """Selects the devices that connect the ranks. Collective.
 
     Raises:
         Mismatch: the ranks have different settings.

@@ -1,4 +1,4 @@
-"""What keeps a machine or a device from RDMA, and what to do: findings from facts."""
+"""Findings from facts: what keeps a machine or a device from RDMA, and what to do about it."""
 
 import enum
 import re
@@ -49,13 +49,13 @@ class Finding:
 
 
 def diagnose(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:
-    """What is wrong with the machine and with each device."""
+    """The findings about the machine and about each device."""
     of_devices = [finding for device in devices for finding in diagnose_device(device, facts)]
     return [*diagnose_host(facts, devices, error), *of_devices]
 
 
 def diagnose_host(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:
-    """What is wrong with the machine, whatever its devices say. ``error``: why they could not be listed."""
+    """The findings about the machine, whatever its devices report. ``error``: why they could not be listed."""
     found = _diagnose_mac(facts) if facts.is_mac else _diagnose_linux(facts, devices)
     known = {finding.verdict for finding in found}
     # On a Mac the library is missing, or lists nothing, for one of the reasons above; Linux has it without a device.
@@ -71,7 +71,7 @@ def diagnose_host(facts: HostFacts, devices: Sequence[Device], error: str = "") 
 
 
 def diagnose_device(device: Device, facts: HostFacts = HostFacts()) -> list[Finding]:
-    """What is wrong with a device, the first cause first; that it is ready where nothing is. Never empty."""
+    """The findings about a device, the first cause first; that it is ready where nothing is wrong. Never empty."""
     found = _diagnose_port(device, facts) if not device.error else [_diagnose_error(device)]
     return found or [Finding(Verdict.OK, device.name, f"{device.name} is ready")]
 
@@ -96,7 +96,7 @@ def _diagnose_mac(facts: HostFacts) -> list[Finding]:
 
 
 def _is_thunderbolt_4(ports: Sequence[Receptacle]) -> bool:
-    """An empty port reports its own speed, and one in use that of the slowest part: what it has at least."""
+    """Whether a Mac has no Thunderbolt 5. An empty port reports its own speed, one in use that of the slowest part."""
     speeds = [port.speed for port in ports if port.speed is not None]
     empty = [port for port in ports if port.speed is not None and not port.connected]
     return bool(speeds) and max(speeds) < THUNDERBOLT_5 and bool(empty)

@@ -1,4 +1,4 @@
-"""By which addresses two devices reach each other. The index of an address is searched for, never assumed."""
+"""Finds the addresses by which two devices reach each other. The index of an address is never assumed."""
 
 import enum
 import ipaddress
@@ -11,7 +11,7 @@ __all__ = ["Nearness", "Route", "find_route", "in_one_subnet"]
 
 
 class Nearness(enum.IntEnum):
-    """What two addresses have in common, the best first."""
+    """The relation of two addresses, the best first."""
 
     SUBNET = 0
     LINK_LOCAL_SUBNET = 1  # 169.254.0.0/16, which every cable may have: it does not say which devices are joined
@@ -26,7 +26,7 @@ _TYPES = {"RoCE v2": 0, "unknown": 1, "IB": 2, "TCP": 3, "RoCE v1": 4}
 
 @dataclass(frozen=True)
 class Route:
-    """From device to device, each by one of its addresses."""
+    """A route from device to device, each by one of its addresses."""
 
     near: Gid
     far: Gid

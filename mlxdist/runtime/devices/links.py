@@ -27,7 +27,7 @@ _Ends = tuple["Link", "Link"]  # of the lower rank, of the higher one
 
 @dataclass(frozen=True)
 class Link:
-    """One end of a link: a device, and the line of its address table to use."""
+    """An end of a link: a device, and the line of its address table to use."""
 
     provider: str
     device: str
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one rank uses.
+    """The links that one rank uses.
 
     ``links``: those to each rank, at most two; ``paths``: what they are. There are no links to the rank itself, and
     to a rank that the device map has no link to, when the user requires RDMA. ``summary``: the providers,
@@ -181,6 +181,7 @@ class _Chooser:
             raise _NotConnected(self._without_subnet(near, nears, far, fars))
         ends: list[_Ends] = []
         used: set[tuple[int, int]] = set()  # side, device
+        # The key is the same on both ranks of the pair, so that both take the same links.
         for _, i, j, pair in sorted(routes, key=lambda route: route[:3]):
             if len(ends) < self._links_per_peer and not used & {(0, i), (1, j)}:
                 used |= {(0, i), (1, j)}
@@ -228,7 +229,7 @@ class _Chooser:
         return self._one_device_a_link(low, high, routes)
 
     def _one_device_a_link(self, low: int, high: int, routes: list[_Ends]) -> list[_Ends]:
-        """Where the software provider emulates devices that reach one peer each, it lists one for each peer."""
+        """Pairs devices that the software provider emulates where each reaches one peer: it lists one for each."""
         count = self._links_per_peer
         near, far = (high - 1) * count, low * count  # each rank has its peers in order, without itself
         if near + count > len(routes):
@@ -318,7 +319,7 @@ def _pair_up(
 
 
 def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bool) -> Route | None:
-    """A network by which both reach the rendezvous is known to work; then any subnet that they share."""
+    """The TCP route of two devices: a network of both to the rendezvous is known to work; then any common subnet."""
     tables = [[gid for gid in device.gids if gid.type == "TCP"] for device in (a, b)]
     if one_host and {gid.address for gid in tables[0]} == {gid.address for gid in tables[1]}:
         return _own_route(*tables)
@@ -328,7 +329,7 @@ def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bo
 
 
 def _own_route(near: list[Gid], far: list[Gid]) -> Route | None:
-    """Between processes of one host by TCP: loopback, which no firewall filters."""
+    """The TCP route between processes of one host: by loopback, which no firewall filters."""
     if not near:
         return None
     a = min(near, key=lambda gid: (gid.ipv4 is None or not gid.ipv4.is_loopback, gid.index))

@@ -1,4 +1,4 @@
-"""What each rank sends to the others about its node: the host, and the devices by which it can be reached."""
+"""Describes a rank's node to the other ranks: the host, and the devices by which it can be reached."""
 
 import ipaddress
 import json
@@ -24,7 +24,7 @@ _PROVIDERS = ("soft", "ibverbs", "librdma")
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Where a rank runs. Ranks with the same ``identity`` share a kernel.
+    """The node that a rank runs on. Ranks with the same ``identity`` share a kernel.
 
     ``address``: the IP address by which it reaches the rendezvous, "" where that is not known. ``missing``: why it has
     no RDMA device, "" where it has some, or was not to look.
@@ -40,7 +40,7 @@ class NodeInfo:
     def here(
         cls, identity: bytes, host: str, address: str = "", provider: str = "auto", soft_profile: str = "ideal"
     ) -> "NodeInfo":
-        """This rank's. Devices are listed as far as ``provider`` may need them."""
+        """Describes this rank's node. Devices are listed as far as ``provider`` may need them."""
         devices: list[Device] = []
         missing = ""
         if provider in ("auto", "soft"):
@@ -61,7 +61,7 @@ class NodeInfo:
         return tuple(sorted((d for d in self.devices if d.provider == provider), key=lambda d: (len(d.name), d.name)))
 
     def pack(self) -> bytes:
-        """As bytes, for :meth:`unpack` on another rank. Raises ResourceError: its devices have too many addresses."""
+        """The node as bytes, for :meth:`unpack` on another rank. Raises ResourceError: there are too many addresses."""
         devices = [_pack_device(device) for device in self.devices]
         fields = vars(self) | {"identity": self.identity.hex(), "devices": devices}
         packed = json.dumps(fields, separators=(",", ":")).encode()
@@ -74,8 +74,8 @@ class NodeInfo:
 
     @classmethod
     def unpack(cls, data: bytes) -> "NodeInfo":
-        """What :meth:`pack` was given. Raises InvalidArgument: these bytes are not from :meth:`pack` of this
-        version."""
+        """The node that :meth:`pack` was called on. Raises InvalidArgument: these bytes are not from :meth:`pack` of
+        this version."""
         try:
             if len(data) > _MAX_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, and at most {_MAX_BYTES} are allowed")
@@ -87,7 +87,7 @@ class NodeInfo:
 
 
 def _pack_device(device: Device) -> dict[str, Any]:
-    """Without useless addresses: others reach a device only by those of an active port."""
+    """A device's fields, without useless addresses: others reach a device only by those of an active port."""
     gids = [gid for gid in device.gids if device.is_active and gid.index <= _MAX_INDEX]
     return {
         "provider": device.provider,

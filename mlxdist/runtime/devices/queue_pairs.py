@@ -29,7 +29,7 @@ def usable(provider: str, max_qp: int) -> int | None:
 def check_queue_pairs(
     nodes: Sequence[NodeInfo], adjacency: Collection[tuple[int, int]] | None, choice_of: Callable[[int], Choice]
 ) -> None:
-    """The same on every rank. The software provider needs no check: there each rank has devices of its own.
+    """Checks the devices of all ranks, alike on every rank. Not the software provider's: there each rank has its own.
 
     Args:
         adjacency: the pairs of ranks that the user connects at all; None for every pair.

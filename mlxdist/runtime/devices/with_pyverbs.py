@@ -1,6 +1,6 @@
 """Lists devices with pyverbs, the Python bindings of rdma-core, for `mlxdist devices`.
 
-Prefixes of subnets are not known here. What pyverbs has no stable call for is read from sysfs.
+Prefixes of subnets are not known here. Values for which pyverbs has no stable call are read from sysfs.
 """
 
 import ipaddress

@@ -61,7 +61,7 @@ _MAX = 64
 _MAX_TEXT = 4096
 
 
-# What other ranks may say.
+# The values that other ranks may send.
 _NUMBER = number(1, GONE - 1)
 _COUNT = number(0, 2**32 - 1)
 _GROUP = number(0, 2**16 - 1)
@@ -97,7 +97,7 @@ class _Suspicion:
 
 
 class DeadlockDetector:
-    """Of one world, from connecting to finalize()."""
+    """Detects deadlocks of one world, from connecting to finalize()."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class DeadlockDetector:
         self._thread.start()
 
     def close(self) -> None:
-        """Before the rendezvous and the engine's group end."""
+        """Ends the thread; to be called before the rendezvous and the engine's group end."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -238,7 +238,7 @@ class DeadlockDetector:
             self._tell(speaker, {"failure": f"ranks disagree: {text}; none of them {why}: {_ADVICE}"})
 
     def _warn(self, text: str, path: list[Node]) -> None:
-        """On all ranks, which print it once. The ranks that the text names do it, since one may not find the circle."""
+        """Warns all ranks, which print it once. Each rank that the text names sends it: one may not find the circle."""
         if self._rank not in {rank for rank, _ in path[:NAMED]}:
             return
         limit = f"in {self._grace:g} s" if self._grace else "at the deadline of the operations"

@@ -11,7 +11,7 @@ NAMED = 4  # ranks of a circle in its text
 
 
 class Edge(NamedTuple):
-    """What ``rank`` waits for: fields of mlxdist_wait."""
+    """A wait of ``rank``: the fields of mlxdist_wait."""
 
     rank: int
     group: int
@@ -42,7 +42,7 @@ class Report(NamedTuple):
     freedom: Freedom  # to call others now
 
     def agrees(self, other: "Report") -> bool:
-        """Whether no operation has got on between them."""
+        """Whether no operation has progressed between the two."""
         return self[:-1] == other[:-1]
 
 
@@ -61,15 +61,14 @@ class Graph:
         return report.operations.get(node[1]) if report else None
 
     def agrees(self, other: "Graph") -> bool:
-        """Whether no operation has got on between them."""
+        """Whether no operation has progressed between the two."""
         return self.reports.keys() == other.reports.keys() and all(
             report.agrees(other.reports[rank]) for rank, report in self.reports.items()
         )
 
     def blockers(self, node: Node, freedom: Freedom) -> list[Node] | None:
-        """What blocks an operation: if all of these are blocked for ever, so is it. None: nothing blocks it.
-
-        ``freedom``: what counts as none."""
+        """The operations that block one: if all of these are blocked for ever, so is it. None: nothing blocks it.
+        ``freedom``: ranks that have more of it count as able to progress."""
         operation = self.operation(node)
         report = self.reports.get(operation.waits_for) if operation else None
         if operation is None or report is None:
@@ -101,7 +100,7 @@ class Graph:
         return nodes
 
     def path(self, node: Node, freedom: Freedom) -> list[Node]:
-        """From a blocked operation: a circle from its lowest rank on, or the wait for a rank that has left."""
+        """Follows a blocked operation: to a circle, from its lowest rank on, or the wait for a rank that has left."""
         path = [node]
         while blockers := self.blockers(path[-1], freedom):
             following = min(blockers)
@@ -113,7 +112,7 @@ class Graph:
         return path[-1:]
 
     def describe(self, path: list[Node]) -> str:
-        """Each operation of a path, with its group; of a long one the beginning."""
+        """Describes each operation of a path, with its group; of a long path only the first ones."""
         operations = [self.reports[rank].operations[number] for rank, number in path]
         parts = [
             f"rank {rank} calls {operation.name} and waits for rank {operation.waits_for}"

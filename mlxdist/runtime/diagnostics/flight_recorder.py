@@ -51,7 +51,7 @@ _recorder: "Recorder | None" = None  # of this process
 
 
 class Recorder:
-    """Of one world, from connecting to finalize(). Its methods may be called from any thread."""
+    """The flight recorder of one world, from connecting to finalize(). Any thread may call its methods."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Recorder:
             self._pid_file = self._write_pid()
 
     def renew_locks(self) -> None:
-        """In a forked child, too: other threads of the parent may have held them, and none of them lives there."""
+        """Makes new locks, also in a forked child: the old ones may be held by threads that the child does not have."""
         self._reading = threading.Lock()  # guards _native
         self._writing = threading.Lock()  # one file at a time; the disk may be slow
 
@@ -108,7 +108,7 @@ class Recorder:
             return path
 
     def position(self) -> str:
-        """What this rank does, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if unknown."""
+        """The operation that this rank is in, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; or ""."""
         entries, count = self._read(_RECENT)
         if count == 0:
             return ""
@@ -128,7 +128,7 @@ class Recorder:
         return b"" if record is None else json.dumps(record).encode()
 
     def outcome(self) -> str:
-        """Where the record of the failure is; "" if there is none."""
+        """The place of the record of the failure, in words; "" if there is none."""
         with self._reading:
             failed = self._native is not None and lib.mlxdist_group_error(self._native)
         if failed:  # not where an argument was refused: nothing is written then
@@ -136,7 +136,7 @@ class Recorder:
         return self._outcome
 
     def close(self) -> None:
-        """Before the engine's group is destroyed: writes what is to be written, and reads it no more."""
+        """Writes what is left to write, and reads the engine's group no more; to be called before that is destroyed."""
         global _recorder
         lib.mlxdist_group_stop_watching(self._native)
         self._watcher.join(_MAX_WRITE_SECONDS)
@@ -156,7 +156,7 @@ class Recorder:
             self._settled.set()
 
     def _write_pid(self) -> Path | None:
-        """So that `mlxdist dump` signals this process: SIGUSR2 would end one that does not handle it."""
+        """Writes the process id, for `mlxdist dump` to signal: SIGUSR2 would end a process that does not handle it."""
         directory = rank_directory(self._environment.rank)
         if directory is None:
             return None
@@ -175,7 +175,7 @@ class Recorder:
         return entries, count
 
     def _record(self, reason: str, limit: int = MAX_OPERATIONS) -> dict[str, Any] | None:
-        """``limit``: of the operations, first of all those in progress; and of the threads the main one."""
+        """A record with at most ``limit`` operations, those in progress first. A status has the main thread alone."""
         is_status = limit < MAX_OPERATIONS
         entries, count = self._read(_RECENT if is_status else MAX_OPERATIONS)
         with self._reading:
@@ -229,7 +229,7 @@ def explain(error: Error) -> Error:
 
 
 def _foremost(entries: list[Any], limit: int) -> list[Any]:
-    """In their order: the oldest in progress, then those that were started last."""
+    """The foremost entries, in their order: the oldest in progress, then those that were started last."""
     ranking = sorted(range(len(entries)), key=lambda i: (0, i) if entries[i].ended_ns == 0 else (1, -i))
     return [entries[i] for i in sorted(ranking[:limit])]
 

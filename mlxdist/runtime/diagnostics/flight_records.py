@@ -68,7 +68,7 @@ def _computed(name: str, value: Any) -> Computed:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a rank. Times are nanoseconds of that rank's monotonic clock."""
+    """An operation of a rank. Times are nanoseconds of that rank's monotonic clock."""
 
     number: int = checked(_ANY)  # among all operations of the rank, from 1
     group: int = checked(_GROUP)  # its id: 0 is the world
@@ -91,7 +91,7 @@ class Operation:
 
     @property
     def is_open(self) -> bool:
-        """In progress, or it was when the group failed."""
+        """Whether the operation is in progress, or was when the group failed."""
         return self.ended_ns is None or self.status != 0
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a rank's flight recorder has written."""
+    """The record that a rank's flight recorder has written, checked."""
 
     schema: int = checked(number(SCHEMA, SCHEMA))
     job: str = checked(text())
@@ -151,14 +151,14 @@ def rank_directory(rank: int) -> Path | None:
 
 
 def pid_file(directory: Path) -> Path:
-    """In a rank's private directory: the number of its process, as long as it handles SIGUSR2."""
+    """The file in a rank's private directory that holds its process id, as long as the rank handles SIGUSR2."""
     return directory / ".mlxdist-pid"
 
 
 def read_directory(directory: Path) -> tuple[dict[int, FlightRecord], list[str]]:
     """The records in a directory, by rank, and what is wrong with other files there that are named like one.
 
-    Of several jobs the one counts that was written last.
+    If there are several jobs, the one that was written last counts.
 
     Raises:
         InvalidArgument: there is no such directory, or no record in it.
@@ -187,7 +187,7 @@ def read_directory(directory: Path) -> tuple[dict[int, FlightRecord], list[str]]
 
 
 def read_flight_record(path: Path) -> FlightRecord:
-    """One file.
+    """Reads and checks one file.
 
     Raises:
         InvalidArgument: it cannot be read, or is not a flight record.
@@ -199,7 +199,7 @@ def read_flight_record(path: Path) -> FlightRecord:
 
 
 def read_json(path: Path) -> Any:
-    """What is in the file, unchecked.
+    """Reads the JSON in a file, unchecked.
 
     Raises:
         InvalidArgument: it cannot be read, or is too long, or no JSON.

@@ -1,7 +1,7 @@
 """Whether the threads of this process may still call operations, as far as the system shows what they do.
 
-For finding ranks that wait for each other (deadlock.py). A thread that waits in ``mx.eval``, for a lock or a queue goes
-on when another thread of its process lets it; where all of them wait, none does.
+Deadlock detection (deadlock.py) uses it. A thread that waits in ``mx.eval``, for a lock or a queue goes on when another
+thread of its process lets it; where all of them wait, none does.
 """
 
 import sys
@@ -21,7 +21,7 @@ _MAX = 1024
 
 
 class Freedom(IntEnum):
-    """What a rank may do without the operations that its threads wait for; that of its freest thread."""
+    """The most that a rank may do without the operations that its threads wait for: that of its freest thread."""
 
     STUCK = 0
     """Nothing: all threads wait for these operations, or for each other."""
@@ -38,7 +38,7 @@ class ProgramThreads:
 
     def __init__(self, native: object) -> None:
         self._native = native
-        self._lock = threading.Lock()  # two threads ask
+        self._lock = threading.Lock()  # two threads call freedom()
         self._moment: Hashable = None
         self._run_then: dict[int, int] = {}  # how long a thread had run when it was first seen since then
         self._has_gpu = mx.is_available(mx.gpu)

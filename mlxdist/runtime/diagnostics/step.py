@@ -1,4 +1,4 @@
-"""Where in its work the program is, for `mlxdist top` and `mlxdist dump`."""
+"""The step of its work that the program is at, for `mlxdist top` and `mlxdist dump`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _MAX = 2**63 - 1
 
 
 class Computed(NamedTuple):
-    """What a rank has computed, from when to when, by its monotonic clock."""
+    """A part of a step that a rank has computed, from when to when, by its monotonic clock."""
 
     name: str
     started_ns: int
@@ -50,7 +50,7 @@ def set_step(step: int, total: int | None = None) -> None:
 
 
 def current_step() -> tuple[int | None, int | None]:
-    """What was reported last; None, None if nothing was."""
+    """The step and the total that were reported last; None, None if nothing was."""
     return _current
 
 
@@ -62,5 +62,5 @@ def set_computing(bubble: float, spans: Sequence[Computed]) -> None:
 
 
 def current_computing() -> Computing | None:
-    """What was reported last; None if nothing was."""
+    """The measurement of a step that was reported last; None if nothing was."""
     return _computing

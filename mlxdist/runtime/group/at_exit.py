@@ -20,17 +20,17 @@ __all__ = ["exit_in_progress", "register", "unregister"]
 
 
 def register(world: World) -> None:
-    """``world`` is finalized when the process ends."""
+    """Registers ``world`` to be finalized when the process ends."""
     atexit.register(_finalize, world)
 
 
 def unregister() -> None:
-    """It has been finalized before."""
+    """Undoes :func:`register`: the program finalizes the world itself."""
     atexit.unregister(_finalize)
 
 
 def exit_in_progress() -> SystemExit | None:
-    """With which this rank's program ends or, from a ``finally``, is about to, if its status is not 0."""
+    """The SystemExit with which the program ends or, in a ``finally``, is about to; None: the status is 0."""
     leaving = sys.exc_info()[1]
     status = bridge.exit_status() or (errors.exit_status(leaving) if isinstance(leaving, SystemExit) else 0)
     return SystemExit(status) if status else None

@@ -13,8 +13,8 @@ __all__ = ["Channel"]
 class Channel:
     """A group, and the stream, that the messages of one kind travel in and nothing else.
 
-    What the program does in its own group is in another order on each stream, and each group has one order. So has each
-    subclass, which is one kind.
+    On each stream the program's own operations are in another order, and a group must have one order. So each subclass,
+    which is one kind, has a group of its own.
 
     Attributes:
         stream: of the CPU.
@@ -35,7 +35,7 @@ class Channel:
 
     @classmethod
     def of(cls, group: Group) -> Self:
-        """Collective where the group has none yet."""
+        """The channel of ``group``. Collective where there is none yet."""
         if group not in cls._of:
             cls._of[group] = cls(group)
         return cls._of[group]

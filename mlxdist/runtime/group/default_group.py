@@ -25,8 +25,8 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
     """The group of all ranks that the launcher started; without a launcher, a group of one.
 
     All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
-    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. What belongs
-    to the old one, such as groups split off and arrays not evaluated, raises.
+    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. Objects of
+    the old one, such as groups split off and arrays not evaluated, raise.
 
     Args:
         strict: raise instead of making a group of one when there is no launcher.
@@ -65,7 +65,7 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
 
 
 def default_group() -> Group:
-    """That of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
+    """The group of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
 
     Raises:
         InvalidArgument: the group of several ranks has been finalized.

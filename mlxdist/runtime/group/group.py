@@ -33,7 +33,7 @@ _OPERATIONS["sum_scatter"] = _OPERATIONS["reduce_scatter"]
 
 
 class GroupLike:
-    """What is taken as a ``group``: a :class:`Group`, or a :class:`~mlxdist.Mesh` of one axis."""
+    """The type of every argument ``group``: a :class:`Group`, or a :class:`~mlxdist.Mesh` of one axis."""
 
     def _as_group(self) -> "Group":
         raise NotImplementedError
@@ -124,7 +124,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
     def meet(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it, and has done what it has submitted to MLX.
 
-        For places where one rank may need seconds longer than another: after loading or saving, before the first step.
+        Call it where one rank may need seconds longer than another: after loading or saving, before the first step.
         Ranks wait here, on the CPU, and not in GPU work, which macOS ends when it waits for about 5 s. The next 256
         operations with each rank meet, too: kernels that only one rank has to compile keep the others on the CPU.
 
@@ -148,7 +148,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
 
         All ranks of this group must call it. The groups work side by side, on the same queue pairs. Each has an order
         of its own, in which all its ranks must call its operations: what one thread, or MLX, does in one group may
-        come before or after what another does in a second one. One thread alone does one after the other: where it
+        come before or after what another does in a second one. A single thread does one after the other: where it
         waits in one group for a rank that waits for it in another, both get a :class:`Mismatch`. The groups end when
         they are no longer used, or with the world. Numbers of groups are not used again: after 32,766 splits in which
         a rank took part the next one raises, so make groups once and keep them.
@@ -173,8 +173,8 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
     def lane(self, name: str) -> "Group":
         """The same ranks as a group with an order of its own: for a thread that communicates next to others.
 
-        The operations of a group have one order, which must be the same on all ranks. What several threads of Python
-        call has none, so each takes a lane, and the order within it counts alone. Streams of MLX need none: an
+        The operations of a group have one order, which must be the same on all ranks. Several threads of Python have no
+        such order among them, so each takes a lane: only the order within it counts. Streams of MLX need none: an
         operation has its place in the order when it is evaluated, whatever its stream.
 
         The first call with a name makes the lane, and waits for all ranks: make lanes before the threads start. Later
@@ -350,12 +350,12 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         return self._connection
 
     def add_mpi_shim(self, shim: Any) -> None:
-        """MPI shim (mpi_shim.py), which ends with the world: see :attr:`World.mpi_shims`."""
+        """Adds an MPI shim (mpi_shim.py), which ends with the world: see :attr:`World.mpi_shims`."""
         self._require_open()
         self._world.mpi_shims.append(shim)
 
     def shut(self) -> None:
-        """From now on every operation is refused."""
+        """Makes every later operation raise."""
         self._closed = True
         self._native = None
 

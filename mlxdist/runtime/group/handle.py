@@ -48,7 +48,7 @@ class Handle(ProcessBound):
 
     @property
     def result(self) -> Any:
-        """What :meth:`wait` returns: waits, too."""
+        """The result that :meth:`wait` returns; waits, too."""
         return self.wait()
 
     def done(self) -> bool:
@@ -79,7 +79,7 @@ class Handle(ProcessBound):
 
 
 class Operation:
-    """What the engine works on. Owns the engine's handle and the memory, and gives both up when it has ended."""
+    """An operation of the engine. Owns the engine's handle and the memory, and gives both up when it has ended."""
 
     def __init__(self, name: str, memory: Any, pending: "Pending") -> None:
         self.name = name

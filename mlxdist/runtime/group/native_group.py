@@ -42,7 +42,7 @@ class NativeGroup:
         self._lock = threading.Lock()  # guards the end of the pointer
 
     def connect(self, rendezvous: Rendezvous, context: Any) -> None:
-        """``context``: for the engine's callbacks."""
+        """Chooses devices and connects them to those of the other ranks. ``context``: for the engine's callbacks."""
         environment = self._environment
         agreed = device_selection.select_devices(rendezvous, environment, self._host)
         table = self._share_tuning(rendezvous)
@@ -64,12 +64,12 @@ class NativeGroup:
             print(f"mlxdist: provider {choice.summary}: {choice.reason}", file=sys.stderr, flush=True)
 
     def inject_faults(self, faults: str | None) -> None:
-        """The ranks draw different faults, unless the list itself says where the generator begins."""
+        """Injects faults, different ones on each rank, unless the list itself says where the generator begins."""
         for text in () if faults is None else (f"seed={self._environment.rank + 1}", faults):
             check(lib.mlxdist_group_inject_faults(self.pointer, text.encode()))
 
     def failure(self) -> errors.Error | None:
-        """What the engine has failed with."""
+        """The error that the engine has failed with; None if it has not."""
         try:
             if self.pointer is not None:
                 check(lib.mlxdist_group_error(self.pointer))
@@ -116,7 +116,7 @@ class NativeGroup:
     def _fall_back(
         self, agreed: DeviceSelection, failure: StepFailed, set_up: Callable[[Choice], Choice | None]
     ) -> Choice | None:
-        """All ranks do without RDMA, where it was mlxdist that chose it."""
+        """Sets up all ranks without RDMA, where it was mlxdist that chose RDMA."""
         of_device = failure.kind in (errors.ResourceError, errors.TransportError)
         if self._environment.provider != "auto" or failure.providers == "soft" or not of_device:
             raise failure.error() from None

@@ -8,7 +8,7 @@ __all__ = ["ProcessBound"]
 
 
 class ProcessBound:
-    """Its copies are the object itself. ``pickle`` raises InvalidArgument."""
+    """An object whose copies are the object itself. ``pickle`` raises InvalidArgument."""
 
     def __copy__(self) -> "ProcessBound":
         return self

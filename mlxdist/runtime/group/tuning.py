@@ -1,4 +1,4 @@
-"""What rank 0's tuning file says of communication: the algorithm of an operation, and the cost of exchanging tokens.
+"""The tuning of communication in rank 0's file: the algorithm of an operation, and the cost of exchanging tokens.
 
 Rank 0 reads it with :func:`load` and hands it to all ranks as bytes (:func:`pack`, :func:`unpack`): a choice that
 differs between ranks is a mismatch. docs/tuning.md describes the format.
@@ -70,7 +70,7 @@ def load(setting: str | None, environ: Mapping[str, str] = os.environ) -> Tuning
 
 
 def read(path: Path) -> Tuning:
-    """Raises InvalidArgument: the file cannot be read, or is malformed."""
+    """Reads a tuning file. Raises InvalidArgument: the file cannot be read, or is malformed."""
     rows = tuning_file.read_section(path, "algorithms", _check_rows, [])
     return Tuning(rows, tuning_file.read_section(path, "expert_links", _check_links, []))
 
@@ -102,7 +102,7 @@ def pack(tuning: Tuning) -> bytes:
 
 
 def unpack(data: bytes) -> Tuning:
-    """What :func:`pack` was given.
+    """The tuning that :func:`pack` has packed.
 
     Raises:
         InvalidArgument: these bytes are not from :func:`pack` of this version.

@@ -75,7 +75,7 @@ class World:
         return self.native_group.pointer
 
     def add(self, group: Member) -> None:
-        """From now on ``group`` ends with the world, at the latest."""
+        """Makes ``group`` end with the world, at the latest."""
         with self._lock:
             if not self.closed:
                 self._groups.add(group)
@@ -152,14 +152,14 @@ class World:
         self.native_group.abort(error)
 
     def interrupt(self, error: errors.Error, raises: bool) -> None:
-        """A signal ends every operation. ``raises``: its handler is about to raise an exception in the main thread."""
+        """Ends every operation on a signal. ``raises``: its handler will raise an exception in the main thread."""
         if raises and self.connection is not None:
             for shim in (self.connection, *self.mpi_shims):
                 shim.defer_errors()
         self.fail(error)
 
     def end_with(self, uncaught: BaseException) -> None:
-        """An exception has ended this rank's program, or an exit with a status that is not 0."""
+        """Ends every operation: an exception ends this rank's program, or an exit with a status that is not 0."""
         if isinstance(uncaught, KeyboardInterrupt):
             self.fail(errors.interruption(uncaught, self.rank, self.host))
             return
@@ -187,7 +187,7 @@ class World:
         )
 
     def close_in_child(self) -> None:
-        """In a forked child, where another thread of the parent may have held the lock."""
+        """Closes the world in a forked child, without the lock: another thread of the parent may have held it."""
         self.forked = True
         if self.recorder is not None:
             self.recorder.renew_locks()
@@ -197,7 +197,7 @@ class World:
             group.shut()
 
     def send_to(self, rank: int, data: bytes) -> None:
-        """Called by the engine, in any of its threads, and perhaps with its lock."""
+        """Sends a message that makes a connection. The engine calls it, in any thread and perhaps with its lock."""
         rendezvous = self._connected
         try:
             rendezvous.send(rank, _CONNECT, data)
@@ -250,7 +250,7 @@ class World:
 
     @property
     def _connected(self) -> Rendezvous:
-        """For what the services call, which run only with it."""
+        """The rendezvous, for what the services call: they run only with it."""
         assert self._rendezvous is not None
         return self._rendezvous
 
@@ -315,7 +315,7 @@ class World:
 
 
 def _open_debug(environment: Environment) -> None:
-    """Both writers, that of Python and that of the engine, write to the same place."""
+    """Opens the output for debugging: the writers of Python and of the engine write to the same place."""
     try:
         file = logger.open_output(environment)
     except OSError as error:

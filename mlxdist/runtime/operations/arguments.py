@@ -39,7 +39,7 @@ class RecvOptions(BarrierOptions, total=False):
 
 
 class Options(RecvOptions, total=False):
-    """What every collective takes; :mod:`mlxdist.runtime.operations.collectives` says what it means."""
+    """The options of every collective; :mod:`mlxdist.runtime.operations.collectives` says what they mean."""
 
     dtype: Any
 
@@ -48,7 +48,7 @@ _options_of: dict[str, frozenset[str]] = {}
 
 
 def operation(function: Function) -> Function:
-    """For a function with ``**options: Unpack[Options]``: its signature shows the options one by one."""
+    """Gives a function with ``**options: Unpack[Options]`` a signature that shows the options one by one."""
     signature = inspect.signature(function)
     *parameters, options = signature.parameters.values()
     types = get_type_hints(get_args(options.annotation)[0])
@@ -63,7 +63,7 @@ def operation(function: Function) -> Function:
 
 
 class Call:
-    """One call of an operation: its name and its options."""
+    """A call of an operation: its name and its options."""
 
     group: Group
     stream: Stream = None
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def mlx_group(self) -> mx.distributed.Group:
-        """For MLX's own operations."""
+        """The group for MLX's own operations, with the timeout and the label of this call."""
         label = next_label()
         if self.timeout is None and not label:
             return self.group.mlx
@@ -166,7 +166,7 @@ class Call:
 
 
 def group_of(group: GroupLike | None) -> Group:
-    """``None`` is the group of ``mlxdist.init()``. Raises InvalidArgument: no group, or a mesh of several axes."""
+    """The group of an argument; ``None`` is that of ``mlxdist.init()``. Raises InvalidArgument for anything else."""
     if group is None:
         return default_group()
     if isinstance(group, Group):  # almost always: without a call

@@ -124,7 +124,7 @@ def all_gather(x: Array, **options: Unpack[Options]) -> Array:
 
 @operation
 def reduce_scatter(x: Array, op: str = "sum", **options: Unpack[Options]) -> Array:
-    """This rank's part of what all_reduce gives: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
+    """This rank's part of the result of all_reduce: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     ``op``: "sum", "max", "min" or "prod". Only the sum has a gradient: the cotangents of all ranks' parts, joined.
     """
@@ -153,7 +153,7 @@ def broadcast(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
 
 @operation
 def reduce(x: Array, op: str = "sum", root: int = 0, **options: Unpack[Options]) -> Array:
-    """What all_reduce gives for ``op``, on the root alone: shape and dtype of ``x``.
+    """The result of all_reduce for ``op``, on the root alone: shape and dtype of ``x``.
 
     The other ranks get an array without elements, of shape ``(0, ...)`` for an ``x`` of shape ``(n, ...)`` and ``(0,)``
     for a scalar; their ``out`` stays as it is. Only the sum has a gradient: the root's cotangent, on all ranks.
@@ -166,7 +166,7 @@ def reduce(x: Array, op: str = "sum", root: int = 0, **options: Unpack[Options])
 
 @operation
 def gather(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
-    """What all_gather gives, on the root alone: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
+    """The result of all_gather, on the root alone: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     The other ranks get an array without elements, as from :func:`reduce`. The gradient: each rank's part of the root's
     cotangent.
@@ -203,8 +203,8 @@ def all_to_all_v(x: Array, send_counts: Sequence[int], recv_counts: Sequence[int
     """all_to_all with parts of different sizes.
 
     The first ``send_counts[0]`` rows of ``x`` go to rank 0, the next ``send_counts[1]`` to rank 1 and so on. The result
-    has ``sum(recv_counts)`` rows: ``recv_counts[i]`` from each rank i, in rank order. What rank i sends to j must be
-    what j expects from i. The gradient is all_to_all_v of the cotangent with the counts swapped.
+    has ``sum(recv_counts)`` rows: ``recv_counts[i]`` from each rank i, in rank order. Rank i must send to rank j what
+    j expects from i. The gradient is all_to_all_v of the cotangent with the counts swapped.
     """
     call = Call("all_to_all_v", options)
     if (array := call.lazy(x)) is not None:

@@ -196,7 +196,7 @@ def _view(call: Call, argument: str, buffer: Any, wanted: str) -> np.ndarray:
 
 
 def _output(call: Call, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, Any]:
-    """Where the engine writes, and what the user gets: a new array, or `out` if the result can be written there."""
+    """The array that the engine writes to, and the result: a new array, or `out` if it can be written to."""
     out = call.out
     if out is None:
         new = np.empty(shape, dtype)
@@ -234,7 +234,7 @@ def _pointer(x: np.ndarray) -> int:
 
 
 def _memory(x: np.ndarray) -> Any:
-    """For the engine. Keeps `x`."""
+    """The memory of `x` for the engine. Keeps `x`."""
     try:
         return ffi.from_buffer(x)
     except ValueError:  # ml_dtypes' bfloat16, which the buffer protocol has no name for
@@ -279,5 +279,5 @@ def _engine_name(call: Call, elements: np.dtype, dtype: Any) -> str:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """That of a dtype of MLX or NumPy, or of its name."""
+    """The name of a dtype of MLX or NumPy, which may be given by its name."""
     return np.dtype(dtype).name if isinstance(dtype, type) else str(dtype).removeprefix("mlx.core.")

@@ -37,7 +37,7 @@ class Order:
 
     @property
     def before(self) -> Sequence[mx.array]:
-        """What depends on it is computed after all operations so far."""
+        """The arrays to depend on: what does is computed after all operations so far."""
         return self._before
 
     def carry_out(self, operation: Callable[[mx.array], mx.array], x: mx.array, *after: mx.array) -> mx.array:

@@ -103,7 +103,7 @@ def sendrecv(
 ) -> Array:
     """Sends ``x`` to rank ``dst`` and receives from rank ``src`` at the same time, so that all ranks may do it at once.
 
-    ``shape`` and ``dtype`` are those of what is received, ``None`` those of ``x``. For bits in uint16, a ``dtype`` of
+    ``shape`` and ``dtype`` are those of what is received, ``None`` those of ``x``. With bits in uint16, a ``dtype`` of
     "bfloat16" is that of both. The gradient travels back: the cotangent goes to ``src``, and that of ``x`` comes from
     ``dst``.
 

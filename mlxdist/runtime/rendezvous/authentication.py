@@ -47,7 +47,7 @@ def proof(secret: bytes, label: str, *parts: bytes) -> bytes:
 
 
 def observer_secret(secret: bytes) -> bytes:
-    """What an observer proves to have. It follows from the job's secret, which does not follow from it."""
+    """The secret that observers prove to have. It follows from the job's secret, which does not follow from it."""
     return proof(secret, "secret of observers")
 
 
@@ -169,7 +169,7 @@ def accept(sock: socket.socket, secrets: Mapping[str, bytes], deadline: float) -
 
 
 def read_frame(sock: socket.socket, framing: Framing, deadline: float) -> tuple[int, bytes]:
-    """Raises OSError: the connection broke or the deadline passed. Raises ProtocolError as ``Framing.next_frame``."""
+    """Reads a frame. Raises OSError: the connection broke or the deadline passed; ProtocolError as ``next_frame``."""
     while (frame := framing.next_frame()) is None:
         remaining = deadline - time.monotonic()
         if remaining <= 0:

@@ -29,7 +29,7 @@ CONNECT_SECONDS = 5.0
 
 
 def listen(environment: Environment) -> socket.socket:
-    """Rank 0: the socket that the launcher opened, or a new one at MLXDIST_RENDEZVOUS."""
+    """Returns rank 0's listening socket: the one that the launcher opened, or a new one at MLXDIST_RENDEZVOUS."""
     if environment.rendezvous_fd is not None:
         return _inherit(environment, environment.rendezvous_fd)
     host, port = environment.address
@@ -62,7 +62,7 @@ def listen(environment: Environment) -> socket.socket:
 
 
 def _inherit(environment: Environment, descriptor: int) -> socket.socket:
-    """A duplicate: the descriptor stays, for the world that may come after this one."""
+    """Returns a duplicate of the launcher's socket: the descriptor stays for a world that may come after this one."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:
@@ -104,7 +104,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
-    """Other ranks: an authenticated connection, and rank 0's welcome.
+    """Connects a rank other than 0: returns an authenticated connection, and rank 0's welcome.
 
     Retries until the deadline: rank 0 may start late.
     """
@@ -144,7 +144,7 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
 
 
 def _attempt(environment: Environment, seconds: float, deadline: float) -> tuple[socket.socket, Framing, dict]:
-    """Raises what ``_authenticate`` raises. ``seconds``: to connect."""
+    """Connects once, within ``seconds``, and authenticates. Raises what ``_authenticate`` raises."""
     sock = socket.create_connection(environment.address, max(0.01, seconds))
     try:
         # With no listener yet, a connection to a port of this machine can meet itself.
@@ -158,7 +158,7 @@ def _attempt(environment: Environment, seconds: float, deadline: float) -> tuple
 
 
 def _authenticate(environment: Environment, sock: socket.socket, deadline: float) -> tuple[Framing, dict]:
-    """Raises what ``authenticate`` raises; after an OSError another attempt may succeed."""
+    """Authenticates this rank. Raises what ``authenticate`` raises; after an OSError another attempt may succeed."""
     greeting = pack_json(
         rank=environment.rank,
         world_size=environment.world_size,

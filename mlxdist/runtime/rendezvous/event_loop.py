@@ -85,7 +85,7 @@ class EventLoop:
         self._sockets.discard(sock)
 
     def close_in_child(self) -> None:
-        """After a fork, in the child: closes its copies of the sockets, or the parent's peers would not see it die."""
+        """Closes a forked child's copies of the sockets: else the parent's peers would not see the parent die."""
         for sock in self._sockets:
             os.close(sock.detach())
 
@@ -112,7 +112,7 @@ class EventLoop:
         return len(ready)
 
     def _run_timers(self) -> float | None:
-        """Also what ``call`` has added. Returns the seconds until the next timer."""
+        """Runs the timers, and what ``call`` has added. Returns the seconds until the next timer."""
         while self._calls and not self._stopping:
             self._calls.popleft()()
         if self._stopping:
@@ -161,7 +161,7 @@ class Connection:
             self._flush()
 
     def close(self, when_sent: bool = False) -> None:
-        """``when_sent``: first sends what is waiting; the owner still has to close it after some time."""
+        """Closes it. ``when_sent``: first sends what is waiting; the owner still has to close it after some time."""
         if when_sent and self._unsent:
             self._close_when_sent = True
         elif self._open:
@@ -186,7 +186,7 @@ class Connection:
         self._flush()
 
     def process(self, data: bytes = b"") -> None:
-        """The frames in ``data``, and those that came with the end of the handshake: no event follows for them."""
+        """Processes the frames in ``data``, and those that came with the handshake's end: no event follows for them."""
         if self._close_when_sent:
             return  # what a refused client sends is discarded
         self.framing.feed(data)

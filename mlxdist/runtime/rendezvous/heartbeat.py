@@ -31,7 +31,7 @@ MAX_POSITION = 256  # in UTF-8
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """What rank 0 knows of a rank. ``age``: seconds since its last heartbeat; None where it sends none."""
+    """The status of a rank, as rank 0 knows it. ``age``: seconds since its last heartbeat; None where it sends none."""
 
     rank: int = checked(number(0, MAX_RANKS - 1))
     host: str = checked(text())
@@ -45,7 +45,7 @@ class PeerStatus:
         return self.age is None or self.age >= SILENT_SECONDS
 
     def describe(self, since: float = 0.0) -> str:
-        """Its position, in words that follow its number; ``since``: seconds since rank 0 sent this."""
+        """The position of the rank, in words that follow its number; ``since``: seconds since rank 0 sent this."""
         if self.is_gone:
             return "has left the group or died"
         if self.age is None:
@@ -102,12 +102,12 @@ def unpack_position(payload: bytes) -> str:
 
 
 def pack_peer_status(peers: list[PeerStatus], size: int, requested: Collection[int] = ()) -> bytes:
-    """``requested``: the ranks from which rank 0 has requested a status for an observer."""
+    """Packs the status of all. ``requested``: the ranks from which rank 0 has requested a status for an observer."""
     return pack_json(size=size, peers=[vars(peer) for peer in peers], requested=sorted(requested))
 
 
 def unpack_peer_status(payload: bytes) -> tuple[dict[int, PeerStatus], int, set[int]]:
-    """What ``pack_peer_status`` has packed.
+    """The status that ``pack_peer_status`` has packed.
 
     Raises:
         ProtocolError: it is malformed, or names a rank that does not exist.
@@ -130,7 +130,7 @@ _PEER_STATUS = {
 
 
 class Heartbeat:
-    """A rank's own, and the last status of its peers. All methods but ``stop`` belong to the loop's thread."""
+    """A rank's heartbeat, and the last status of its peers. All methods but ``stop`` belong to the loop's thread."""
 
     def __init__(self, loop: EventLoop, connection: Connection, rank: int, size: int) -> None:
         self._loop = loop
@@ -153,7 +153,7 @@ class Heartbeat:
         self._position = self._on_peer_status = None
 
     def receive(self, payload: bytes) -> None:
-        """A frame of kind PEER_STATUS."""
+        """Takes the payload of a PEER_STATUS."""
         peers, size, _ = unpack_peer_status(payload)
         if size != self._size:
             raise ProtocolError(f"the status of {size} ranks in a job of {self._size}")
@@ -183,7 +183,7 @@ class Heartbeat:
 
 
 def guarded(callback: Callable, *arguments: object) -> Any:
-    """Calls it in the loop's thread, which an error in it must not end: the thread watches the ranks."""
+    """Calls ``callback`` in the loop's thread, which no error in it must end: the thread watches the ranks."""
     try:
         return callback(*arguments)
     except Exception:

@@ -36,7 +36,7 @@ _FILE = ".mlxdist-rendezvous"
 
 
 def publish(environment: Environment, listener: socket.socket) -> Path | None:
-    """On rank 0: lets this user's commands find the rendezvous. Returns the file, None without a launcher."""
+    """Lets this user's commands find the rendezvous of rank 0. Returns the file, None without a launcher."""
     directory = rank_directory(environment.rank)
     if directory is None:
         return None
@@ -87,7 +87,7 @@ class Observers:
         self.forward(-1, b"")  # where there is nothing to wait for
 
     def forward(self, rank: int, status: bytes) -> None:
-        """``status``: empty where the rank has none, or has gone."""
+        """Forwards the status of ``rank`` to observers. ``status``: empty where the rank has none, or has gone."""
         for observer in list(self._observers):
             if rank in observer.waiting_on:
                 observer.connection.send(Kind.STATUS, STATUS.pack(rank) + status)
@@ -137,7 +137,7 @@ class Observation:
 
 
 def observe(directory: Path, seconds: float) -> Observation | None:
-    """What rank 0 says, whose private directory this is; None if it does not respond. Takes at most ``seconds``."""
+    """Reads rank 0's view of the job, from rank 0's private directory; None: no response. Takes at most ``seconds``."""
     begin = time.monotonic()
     try:
         file = parse_json((directory / _FILE).read_text())

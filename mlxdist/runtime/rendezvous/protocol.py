@@ -1,4 +1,4 @@
-"""What travels between a rank and rank 0: frames of bounded size, their kinds and their payloads.
+"""The protocol between a rank and rank 0: frames of bounded size, their kinds and their payloads.
 
     frame       length (4 bytes, big-endian: of payload and tag), kind (1 byte), payload, tag (16 bytes)
 
@@ -104,7 +104,7 @@ def pack_message(rank: int, tag: str, data: bytes) -> bytes:
 
 
 def unpack_message(payload: bytes) -> tuple[int, str, bytes]:
-    """Rank, tag and data.
+    """The rank, the tag and the data of a payload of MESSAGE.
 
     Raises:
         ProtocolError: it is not a message, or one that ``pack_message`` rejects.
@@ -133,7 +133,7 @@ class Framing:
         self._sent_frames = self._received_frames = 0
 
     def secure(self, send_key: bytes, receive_key: bytes) -> None:
-        """Both sides are authenticated: larger frames, each with a tag."""
+        """Allows larger frames, each with a tag, once both sides are authenticated."""
         self._limit = MAX_FRAME
         self._send_key, self._receive_key = send_key, receive_key
 

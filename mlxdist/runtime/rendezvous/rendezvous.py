@@ -107,7 +107,7 @@ class Rendezvous:
     def send(self, rank: int, tag: str, data: bytes) -> None:
         """Calls ``on_message(this rank, tag, data)`` on ``rank``. Returns at once; rank 0 forwards the message.
 
-        Messages from one rank to another arrive in order, and before ``on_leave`` of their sender. Those that are in
+        Messages from one rank to another arrive in order, and before ``on_leave`` of their sender. Messages that are in
         flight when the group fails, or to a rank that leaves, are lost.
 
         Raises:
@@ -146,7 +146,7 @@ class Rendezvous:
         position: Callable[[], str] | None = None,
         status: Callable[[], bytes] = bytes,
     ) -> None:
-        """From now on calls, in the rendezvous' own thread:
+        """Starts to call, in the rendezvous' own thread:
 
         ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
         reports an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
@@ -183,7 +183,7 @@ class Rendezvous:
         return self._failure is None and (self._closed or bool(self._departed))
 
     def report_failure(self, error: errors.Error, consequence: bool = False, seconds: float = ACK_SECONDS) -> bool:
-        """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
+        """Reports that this rank failed: all others get ``on_failure(this rank, text)``, and the error as ``failure``.
 
         Returns whether rank 0 has forwarded it, for which it waits at most ``seconds``, and not at all in a callback
         of ``watch``. True if there was nothing to report: after the first failure of the group, or after ``close``.
@@ -324,7 +324,7 @@ class Rendezvous:
             raise type(error)(*error.args)  # a new one: several threads may raise it
 
     def _raise_end(self) -> None:
-        """For what needs all ranks."""
+        """Raises an error if the group has failed or a rank has left: for operations that need all ranks."""
         self._raise_failure()
         if self._departed:
             raise errors.PeerLost(next(iter(self._departed.values())))
@@ -396,7 +396,7 @@ class Rendezvous:
                 self._note_first_failure(rank)
 
     def _note_first_failure(self, rank: int) -> None:
-        """For the launcher: processes do not end in the order of cause and consequence."""
+        """Writes down the rank, for the launcher: processes do not end in the order of cause and consequence."""
         if self._environment.error_file is None:
             return
         try:
@@ -437,7 +437,7 @@ class Rendezvous:
                 guarded(self._on_leave, rank, departed[rank])
 
     def close_in_child(self) -> None:
-        """In a forked child. The parent's lock may be held there by a thread that the child does not have."""
+        """Closes this in a forked child, without the lock: a thread that the child does not have may hold it."""
         self._forked = True
         if not self._closed:
             self._loop.close_in_child()

@@ -44,7 +44,7 @@ EXIT_CHECK_SECONDS = 0.25
 
 @dataclass
 class PendingConnection:
-    """One that has not authenticated yet."""
+    """A connection that has not authenticated yet."""
 
     connection: Connection
     address: str
@@ -100,7 +100,7 @@ class RendezvousServer:
                 return
 
     def _accept_one(self) -> bool:
-        """Whether more may be waiting."""
+        """Accepts a connection. Returns whether more may be waiting."""
         try:
             sock, address = self._listener.accept()
         except BlockingIOError:
@@ -128,7 +128,7 @@ class RendezvousServer:
         self._loop.pause(self._listener)
 
     def _evict(self) -> None:
-        """The oldest; one that has knocked only when all have: other connections do not displace a rank."""
+        """Drops the oldest; one that has knocked only when all have: other connections do not displace a rank."""
         self._drop(next((one for one in self._pending if not one.has_knocked), self._pending[0]))
 
     def _challenge(self, pending: PendingConnection) -> None:
@@ -149,13 +149,13 @@ class RendezvousServer:
             self._note(f"a connection from {pending.address} was closed: {text}")
 
     def _note(self, text: str) -> None:
-        """Kept for the message about missing ranks: one of these may be the reason."""
+        """Keeps ``text`` for the message about missing ranks: a refusal may be the reason."""
         logger.info("rendezvous", text)
         if text not in self._refusals:
             self._refusals.append(text)
 
     def _refuse(self, pending: PendingConnection, text: str, note: str) -> None:
-        """It stays in the list until the text is sent or its time is over."""
+        """Refuses a client. It stays in the list until the text is sent or its time is over."""
         self._note(note)
         pending.connection.send(Kind.REFUSED, text.encode()[:2048])
         pending.connection.close(when_sent=True)
@@ -222,7 +222,7 @@ class RendezvousServer:
     # Members: the ranks of the job.
 
     def _welcome(self, pending: PendingConnection) -> Connection:
-        """From then on the connection is authenticated."""
+        """Welcomes a client: from then on its connection is authenticated."""
         self._pending.remove(pending)
         connection, handshake = pending.connection, pending.handshake
         with contextlib.suppress(OSError):  # macOS, where the peer is gone already: reading will fail
@@ -250,7 +250,7 @@ class RendezvousServer:
                 member.connection.send(kind, payload)
 
     def _fail(self, rank: int, error: str, text: str, exclude: Member | None = None) -> None:
-        """All ranks get the first failure; later ones are its consequences."""
+        """Sends the first failure to all ranks; later ones are its consequences."""
         if self._failure is None:
             self._failure = text
             self._forming_deadline = self._gather_deadline = None
@@ -343,7 +343,7 @@ class RendezvousServer:
         self._step += 1
 
     def _send_peer_status(self, now: float) -> None:
-        """To ranks that send heartbeats; not to a silent one, where they would pile up unread."""
+        """Sends the status to ranks that send heartbeats; not to a silent one, where frames would pile up unread."""
         peers = [member.status() for member in self._members.values()]
         payload = pack_peer_status(peers, self._environment.world_size)
         for member, peer in zip(self._members.values(), peers):
@@ -382,7 +382,7 @@ class RendezvousServer:
         return [rank for rank in range(self._environment.world_size) if rank not in self._members]
 
     def _fail_exited(self) -> None:
-        """A missing rank whose process has ended cannot join any more."""
+        """Fails the group where a missing rank's process has ended: that rank cannot join any more."""
         for rank in self._missing:
             if status := exit_status_of(self._environment, rank):
                 text = f"rendezvous: rank {rank} has ended with exit status {status} before it called mlxdist.init()"
@@ -418,7 +418,7 @@ class RendezvousServer:
 
 
 def exit_status_of(environment: Environment, rank: int) -> str | None:
-    """Of a rank whose process the launcher has seen exiting; `LocalJob.note_end` writes the file."""
+    """The exit status of a rank that the launcher has seen exiting, or None; `LocalJob.note_end` writes the file."""
     if environment.error_file is None:
         return None
     try:
@@ -429,7 +429,7 @@ def exit_status_of(environment: Environment, rank: int) -> str | None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """A host that lost power closes no connection: give it up after 30 s without any response of its kernel.
+    """Gives up a peer after 30 s without any response of its kernel: a host that lost power closes no connection.
 
     A stopped process is no such case: its kernel responds.
     """

@@ -24,13 +24,13 @@ class StepFailed(Exception):
         self.cause = cause
 
     def error(self, text: str | None = None) -> Error:
-        """For the program. ``text``: instead of the cause alone."""
+        """The error for the program. ``text`` stands in it instead of the cause alone."""
         what = text or self.cause
         return self.kind(located(f"rank {self.rank} on {self.host} could not connect: {what}", self.rank, self.host))
 
 
 def take_step(rendezvous: Rendezvous, what: str, host: str, providers: str, action: Callable[[], bytes]) -> list[bytes]:
-    """What ``action`` returned on every rank, in rank order. It costs one all_gather, however it ends.
+    """Returns what ``action`` returned on every rank, in rank order. It costs one all_gather, however it ends.
 
     ``host``, ``providers``: of this rank, for the others' texts.
 

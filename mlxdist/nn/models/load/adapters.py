@@ -89,7 +89,7 @@ def require_adapters_of(
 def put_adapters(
     model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int, group: Group
 ) -> None:
-    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights. ``rank``: of the plan;
+    """Puts adapters of :func:`read_adapters` on ``model``, which is sharded and has its weights. ``rank``: of the plan;
     ``group``: all ranks, those of other stages too."""
     with agreed("load_sharded", group):
         _put_on(model, config)
@@ -101,7 +101,7 @@ def put_adapters(
 
 
 def put_several(model: nn.Module, plan: Plan, adapters: Sequence[Adapters], rank: int, group: Group) -> None:
-    """As :func:`put_adapters`, of several directories: each layer that any of them is on has all of them."""
+    """Puts several adapters on ``model``, as :func:`put_adapters` one: a layer that any is on has all of them."""
     given = model.leaf_modules()
     layers: dict[str, list[nn.Module | None]] = {}
     for number, (config, weights) in enumerate(adapters):
@@ -192,7 +192,7 @@ _CONFIG: Mapping[str, validation.Check] = {"num_layers": validation.number(-1, 6
 
 
 def _put_on(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """New adapters, as the settings say."""
+    """Puts new adapters on ``model``, as the settings say."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     if config.get("fine_tune_type") != "full":
@@ -231,7 +231,7 @@ def _require_linear(model: nn.Module) -> None:
 
 
 def _shards(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
-    """This rank's shard of each."""
+    """This rank's shard of each matrix, by name."""
     for name, full in weights.items():
         layer, _, matrix = name.rpartition(".")
         weight = plan.shards.get(f"{layer}.weight")

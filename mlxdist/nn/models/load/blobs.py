@@ -9,7 +9,7 @@ __all__ = ["broadcast_blob", "gather_blobs"]
 
 
 def broadcast_blob(blob: bytes, group: Group) -> bytes:
-    """What rank 0 gives, on every rank."""
+    """Broadcasts the bytes of rank 0 and returns them on every rank."""
     length = int(broadcast(np.array([len(blob)]), group=group)[0])
     buffer = np.zeros(length, np.uint8)
     if group.rank() == 0:
@@ -18,7 +18,7 @@ def broadcast_blob(blob: bytes, group: Group) -> bytes:
 
 
 def gather_blobs(blob: bytes, group: Group) -> list[bytes]:
-    """What each rank gives, on every rank."""
+    """Gathers the bytes of all ranks, in rank order, on every rank."""
     lengths = all_gather(np.array([len(blob)]), group=group)
     buffer = np.frombuffer(blob.ljust(int(lengths.max()), b"\0"), np.uint8)
     rows = all_gather(buffer, group=group).reshape(group.size(), -1)

@@ -43,7 +43,7 @@ LINE_SECONDS = 10.0
 
 @dataclass
 class LoadReport:
-    """What loading has cost this rank, in bytes of tensors."""
+    """The cost of loading on this rank, in bytes of tensors."""
 
     plan: Plan
     bytes_total: int  # of the full model
@@ -71,7 +71,7 @@ def load_sharded(
 ) -> tuple[nn.Module, Any]:
     """A model of mlx-lm, sharded over the ranks of a group, and its tokenizer, or ``None`` if the directory has none.
 
-    Every rank calls it. Of the files each reads the headers and its own slices, so that reading and memory are about
+    Every rank calls it, and reads the headers of all files and its own slices, so that reading and memory are about
     ``1 / ranks`` of the model, besides what the plan leaves unsharded. Parameters that ``Model.sanitize`` computes
     (mostly stacks of experts, in checkpoints that mlx-lm has not converted) are the exception: for them every rank
     reads the tensors in full, one parameter at a time, and a warning says which.
@@ -130,6 +130,7 @@ def load_sharded(
         row = group  # the ranks of this stage
         if stage_plan is not None:
             row = group_of(group.split(group.rank() // plan.ranks))
+        # Before weights are read: until here arrays have shapes alone, so no rank ever holds the full model.
         model = shard_model(model, plan, group=row)
         if stage_plan is not None:
             pipeline_parallel(model, group=group_of(group.split(group.rank() % plan.ranks)), stage_plan=stage_plan)

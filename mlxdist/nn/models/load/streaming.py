@@ -2,7 +2,7 @@
 
 Ranks whose shards of a parameter are the same get them at once: by broadcast if those are all ranks, else from rank 0
 one after the other. Rank 0 reads the next chunk while the one before is on its way. After every parameter all ranks
-compare the CRC-32 (zlib's) of what has arrived with that of what rank 0 has read, and hear whether it could read.
+compare the CRC-32 (zlib's) of what has arrived with that of what rank 0 has read, and get rank 0's error if it failed.
 """
 
 import json

@@ -41,7 +41,7 @@ def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Of what the ranks compare: config.json, the headers and sizes of files, and some bytes of each tensor."""
+    """A hash of what the ranks compare: config.json, the headers and sizes of files, and some bytes of each tensor."""
     checksums = {name: checksum(tensor, None) for name, tensor in checkpoint.tensors.items()}
     compared = json.dumps([_digests(checkpoint), checksums], sort_keys=True)
     return hashlib.blake2b(compared.encode(), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""Where each parameter of a model comes from: a tensor in a file, or something that mlx-lm computes from several.
+"""The source of each parameter of a model: a tensor in a file, or something that mlx-lm computes from several.
 
 mlx-lm builds the model itself, with its own ``sanitize`` and quantization; nothing is evaluated, so no weight is read.
-What the model then holds under a path is either the very array that stands for a tensor of a file, so that any slice
-of it can be read from there, or the result of a computation, for which its tensors must be read in full.
+Each array that the model then holds is either the very one that stands for a tensor of a file, so that any slice of it
+can be read from there, or the result of a computation, for which its tensors must be read in full.
 """
 
 import math
@@ -35,7 +35,7 @@ class ComputedTensor:
         self.array = array
 
     def read(self, axis: int, slices: Sequence[slice], start: int, memory: memoryview) -> None:
-        """As :meth:`StoredTensor.read`."""
+        """Reads as :meth:`StoredTensor.read` does, once the full parameter is computed."""
         self.array = mx.contiguous(self.array)
         try:
             full, filled = bytes_of(self.array).data, 0

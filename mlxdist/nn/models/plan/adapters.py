@@ -31,13 +31,12 @@ def adapter_shard(weight: Shard, name: str, full: mx.array, rank: int) -> mx.arr
 
 
 def adapter_axis(weight: Shard, name: str) -> int | None:
-    """Along which axis that is sharded; None if it is full."""
+    """The axis along which the matrix ``name`` of an adapter is sharded; None if it is full."""
     return _AXES.get((len(weight.shape), weight.axis, name)) if weight.ranges else None
 
 
 def full_matrix(weight: Shard | None) -> str | None:
-    """Of an adapter on a layer with this weight, the matrix that all ranks hold; None: both are sharded, or neither
-    is."""
+    """The matrix of an adapter on a layer with this weight that all ranks hold; None: both or neither are sharded."""
     if weight is None or not weight.ranges:
         return None
     names = [name for name in ("lora_a", "lora_b") if (len(weight.shape), weight.axis, name) not in _AXES]

@@ -1,4 +1,4 @@
-"""What is known of one block of a model while it is decided how it is sharded."""
+"""A block of a model, and what is found out about how it can be sharded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ class Block:
     done: set[str] = field(default_factory=set)
 
     def repeat(self, ep: int) -> None:
-        """From the ranks of a row of the grid to all: each row is the same, but for whole experts."""
+        """Repeats a plan for one row of the grid for all ``ep`` rows: they are the same, but for whole experts."""
         for path, shard in self.shards.items():
             if shard.kind != "experts":
                 self.shards[path] = replace(shard, ranges=shard.ranges * ep)
@@ -111,7 +111,7 @@ class Block:
         self.roles[join_path(self.path, name)] = "row"
 
     def heads_first(self, name: str, heads: Units) -> None:
-        """Shards what has one matrix a head."""
+        """Shards a module whose parameters have one matrix a head."""
         for parameter, array in own_arrays(self.module[name]):
             if array.shape[0] != heads.count:
                 raise Unsharded(f"{name}.{parameter} has {array.shape[0]} matrices for {heads.count} heads")
@@ -141,7 +141,7 @@ class Block:
         self.add(name, "weight", weight, "column", 0, scaled(heads, weight.size))
 
     def per_head(self, path: str, axis: int, heads: Units) -> None:
-        """Shards what has one entry a head along ``axis``: an array of the module, or of a module in it."""
+        """Shards an array with one entry a head along ``axis``: of the module, or of a module in it."""
         name, _, parameter = path.partition(".")
         array = self.module.get(name)
         if isinstance(array, nn.Module) and parameter:
@@ -212,7 +212,7 @@ def consecutive(sizes: Sequence[int]) -> Units:
 
 
 def copies(sizes: Sequence[int], held: Sequence[range]) -> Ranges:
-    """For each of a rank's ``sizes`` query heads its KV head, of those ``held``; as many pieces on all ranks."""
+    """The KV head of each query head, of the ranks' ``sizes`` and of those ``held``; as many pieces on all ranks."""
     heads = [[head for head in here for _ in range(size // len(here))] for size, here in zip(sizes, held, strict=True)]
     return tuple(
         tuple([(head, head + 1) for head in here] + [(here[-1], here[-1])] * (max(sizes) - len(here))) for here in heads

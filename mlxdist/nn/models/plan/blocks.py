@@ -68,6 +68,7 @@ class _Finder:
             except Unsharded as why:
                 self.reasons[path] = str(why)
                 self.all_attention_cut &= not has_heads
+                # A mixture that is not understood stays full, but experts in it may still be sharded by themselves.
                 if cut != self.mixture:
                     return
             else:
@@ -149,7 +150,7 @@ class _Finder:
         self.splits.add(split)
 
     def heads_elsewhere(self, block: Block) -> None:
-        """What works on the heads of attention outside of it."""
+        """Shards a module outside of attention that works on its heads."""
         heads = attribute(block.module, patterns.QUERY_HEADS)
         if [split.query.count for split in self.splits] != [heads]:
             raise Unsharded(f"{type(block.module).__name__} of {heads} heads, and attention is not sharded in one way")
@@ -286,7 +287,7 @@ class _Finder:
         block.roles[block.path] = "experts"
 
     def mixture(self, block: Block) -> None:
-        """Experts, routed and shared, whose results are added up once, by mlx-lm's block itself if it knows a group."""
+        """Shards a mixture of experts. Its results are added up once, by mlx-lm's block itself if that has a group."""
         for name, child in children(block.module):
             part = Block(join_path(block.path, name), child)
             if type(child).__name__ in patterns.SWITCHES:
@@ -313,5 +314,5 @@ def shares_heads(module: nn.Module) -> bool:
 
 
 def expert_shares(rank_shares: Sequence[float] | None, ep: int) -> list[float] | None:
-    """Those of all ranks of the grid, from those of one row."""
+    """The shares of all ranks of the grid, from those of one row."""
     return None if rank_shares is None else [weight for _ in range(ep) for weight in rank_shares]

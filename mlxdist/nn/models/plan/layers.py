@@ -25,7 +25,7 @@ __all__ = ["COLUMNS", "put_in"]
 
 
 class _Inner(ShardedLinear):
-    """Of a block that is sharded."""
+    """The base of linear layers in a block that is sharded."""
 
     _shard: Shard  # its weight, of shape (outputs, inputs); quantized the inputs are packed
     _inside: Any  # the parallel region of the block
@@ -60,7 +60,7 @@ class _Inner(ShardedLinear):
         return mx.contiguous(slice_along(x, axis % x.ndim, self._pieces(self._group.rank())))
 
     def join_shards(self, x: mx.array, axis: int) -> mx.array:
-        """What several ranks hold is that of the first of them."""
+        """Joins all ranks' shards. A piece that several ranks hold is taken from the first of them."""
         x = x.swapaxes(axis, -1)
         owners = np.empty(self._length, np.int64)
         for rank in reversed(range(self._group.size())):
@@ -87,7 +87,7 @@ class _Inner(ShardedLinear):
 
     @property
     def _length(self) -> int:
-        """Of the sharded dimension."""
+        """The full length of the sharded dimension."""
         return (self.output_dims, self.input_dims)[self.shard_axis]
 
 

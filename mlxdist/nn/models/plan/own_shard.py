@@ -1,4 +1,4 @@
-"""What a model's own ``shard(group)`` shards, found out without a group of that size and without its weights.
+"""Finds out what a model's own ``shard(group)`` shards, without a group of that size and without the weights.
 
 Some methods of mlx-lm's models call MLX's ``shard_linear`` and ``shard_inplace``, others slice arrays by hand, so what
 they shard is not read from their calls but observed: ``shard`` runs, as each rank, on a copy of the model whose
@@ -32,7 +32,7 @@ class NotUsable(Exception):
 
 
 class _Rank:
-    """All that ``shard`` asks a group for."""
+    """The two methods of a group that ``shard`` calls."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = lambda: rank, lambda: size
@@ -56,7 +56,7 @@ def observe(model: nn.Module, ranks: int) -> dict[str, Shard]:
 def _run(
     model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.array], rank: int, ranks: int
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Runs shard() on a copy of the model with other parameters: those before and after it."""
+    """Runs shard() on a copy of the model with other parameters. Returns the parameters before and after it."""
     copied = _copy(model, "", replace, {})
     before, attributes = parameters(copied), _integers(copied)
     kinds = {path: type(module) for path, module in copied.named_modules()}
@@ -75,7 +75,7 @@ def _run(
 
 
 def _copy(value: Any, path: str, replace: Callable, copies: dict[int, Any]) -> Any:
-    """A copy of a tree of modules, with the parameters replaced. What is in it twice is copied once."""
+    """A copy of a tree of modules, with the parameters replaced. An object that is in it twice is copied once."""
     if id(value) in copies:
         return copies[id(value)]
     inside = lambda key: f"{path}.{key}" if path else str(key)
@@ -125,7 +125,7 @@ def _narrowed(path: str, module: nn.Module, array: mx.array, axis: int | None = 
 
 
 def _cut_axis(path: str, before: mx.array, parameters_after: dict[str, mx.array]) -> int | None:
-    """Along which axis of the full parameter it is sharded; None if its shape stays."""
+    """The axis along which shard() shards the parameter at ``path``; None if its shape stays."""
     if path not in parameters_after:
         raise NotUsable(f"model.shard() removes {path}")
     after = parameters_after[path]

@@ -1,10 +1,10 @@
-"""What makes a sharded model train as the full one would: the boundaries of its sharded blocks.
+"""Makes a sharded model train as the full one would, at the boundaries of its sharded blocks.
 
-Inside of a sharded block each rank holds its own activations, and of the gradients only its share. So the input of a
+Inside of a sharded block each rank holds its own activations, and only its share of the gradients. So the input of a
 block goes through :func:`mlxdist.nn.copy_to_tensor_parallel_region`, its result is a sum over the ranks whose gradient
 is the cotangent itself, and parameters that are full inside of it (norms of one head, routers, latent projections) have
-the sum of all ranks' gradients, as have KV heads that several ranks hold, and of a low-rank adapter on a sharded layer
-the matrix that is full. The column-parallel layers inside leave that to the parallel region. The forward pass has no
+the sum of all ranks' gradients, as have KV heads that several ranks hold, and the full matrix of a low-rank adapter on
+a sharded layer. The column-parallel layers inside leave that to the parallel region. The forward pass has no
 collective more, and the backward pass one for the input of a block and one for all its full parameters together
 (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
 """
@@ -62,7 +62,7 @@ _MARKS = {"_region", "_group", "group", "sharding_group"}
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why what mlx-lm itself makes parallel in ``module``, a model or a block, cannot be trained."""
+    """Why ``module``, a model or a block that mlx-lm itself makes parallel, cannot be trained; None: it can."""
     source = source_of(module)
     if source in _COMPARED:
         return None
@@ -71,7 +71,7 @@ def why_not(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class _Member:
-    """One module of a block."""
+    """A module of a sharded block, and how the ranks hold its parameters."""
 
     names: str  # from the block to it; "" is the block
     found: ReferenceType  # what was there when the block was sharded; it may have an adapter or be quantized now
@@ -82,7 +82,7 @@ class _Member:
     of_adapters: str | None  # the matrix of an adapter on it that sees one rank's share, and is held by all
 
     def module(self, block: nn.Module) -> nn.Module | None:
-        """What is there now."""
+        """The module that is in this place of ``block`` now, or None."""
         here: Any = block
         for name in self.names.split(".") if self.names else ():
             here = here[int(name)] if isinstance(here, list) else here.get(name) if isinstance(here, dict) else None
@@ -96,7 +96,7 @@ class _Member:
         return layers
 
     def sharding(self, name: str, of_adapter: bool) -> tuple[Shard | None, int | None]:
-        """As what a parameter is sharded, and along which axis; None: it is full. The layer may be quantized now."""
+        """The shard that describes a parameter, and its axis; None: it is full. The layer may be quantized now."""
         weight = self.shards.get("weight")
         if of_adapter:
             return weight, None if weight is None else adapter_axis(weight, name)
@@ -120,14 +120,14 @@ class _Member:
 
 
 def repeated(layer: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """In what a backward pass has to repeat a call of ``layer`` that is made now."""
+    """The context in which a backward pass has to repeat a call of ``layer`` that is made now."""
     region = vars(layer).get("_inside")
     return region.repeated if isinstance(region, ParallelRegion) and region.inside else nullcontext
 
 
 class ParallelRegion:
-    """Of one block, sharded over ``group``; ``rank`` is this one's number in the plan. ``enters``: whether the input is
-    copied here; otherwise the block does it itself."""
+    """The region of one block, sharded over ``group``; ``rank`` is this rank's number in the plan. ``enters``: whether
+    the input is copied here; otherwise the block copies it itself."""
 
     def __init__(self, group: Group, rank: int, enters: bool) -> None:
         self.group, self.rank, self.enters = group, rank, enters
@@ -138,7 +138,7 @@ class ParallelRegion:
         self._thread: int | None = None
 
     def put(self, block: nn.Module, path: str, shards: Sequence[Shard]) -> None:
-        """Around ``block``, sharded already, at ``path``; ``shards``: what sees the activations of one rank only."""
+        """Puts the region around ``block`` at ``path``, sharded already; ``shards`` see one rank's activations only."""
         self.path = path or self.path
         modules = dict(block.named_modules())
         parts: dict[str, dict[str, Shard]] = {}
@@ -177,7 +177,7 @@ class ParallelRegion:
         return _Member(where, ref(module), full, shared, sharded, held, full_matrix(held.get("weight")))
 
     def cuts(self, block: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
-        """How the parameters of ``block`` are cut of which this rank has a shard, by their paths in it."""
+        """The cuts of the sharded parameters of ``block``, by their paths in it."""
         for member in self.members:
             layers = member.layers(block) if member.sharded else []
             for depth, layer in enumerate(layers):
@@ -199,7 +199,7 @@ class ParallelRegion:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """In which a backward pass repeats the call of a layer that was in the region."""
+        """A context in which a backward pass repeats the call of a layer that was in the region."""
         if self.inside:
             yield
             return
@@ -211,7 +211,7 @@ class ParallelRegion:
                 self._thread = None
 
     def call(self, block: nn.Module, forward: Callable[..., Any], arguments: tuple, keywords: dict) -> Any:
-        """``forward(block, ...)``, where the parameters are those with the gradients of all ranks."""
+        """Calls ``forward(block, ...)`` with parameters that have the gradients of all ranks."""
         if self._thread == get_ident():
             return forward(block, *arguments, **keywords)
         traces = bridge.traces()
@@ -237,7 +237,7 @@ class ParallelRegion:
         return self._thread == get_ident()
 
     def _scaled(self, block: nn.Module) -> list[tuple[nn.Module, str, mx.array]]:
-        """What is multiplied."""
+        """The parameters that this rank scales: (layer, name, the scaled array)."""
         return [
             (layer, name, _times(layer[name], scale))
             for member in self.scaled
@@ -267,7 +267,7 @@ class ParallelRegion:
         return put
 
     def _held_by_all(self, block: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-        """What is full, and by what it is multiplied: also in an adapter on a layer."""
+        """The full parameters, also those of adapters on layers, each with the number that it is multiplied by."""
         for member in self.members:
             layers = member.layers(block)
             if member.sharded:
@@ -307,7 +307,7 @@ def _summed_each(arrays: Sequence[mx.array], group: Group) -> Sequence[mx.array]
 
 
 def _summed_together(arrays: Sequence[mx.array], group: Group) -> Sequence[mx.array]:
-    """One collective for all arrays of a dtype."""
+    """The sums over the ranks, by one collective for all arrays of a dtype."""
     sums: dict[int, mx.array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         some = [number for number, array in enumerate(arrays) if array.dtype == dtype]

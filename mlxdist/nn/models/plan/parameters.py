@@ -18,7 +18,7 @@ KINDS = ("column", "row", "vocab", "experts", "full")
 
 @dataclass(frozen=True)
 class Shard:
-    """What the ranks hold of one parameter.
+    """How the ranks hold one parameter.
 
     Attributes:
         path: where it is in the model: "model.layers.0.self_attn.q_proj.weight".
@@ -57,9 +57,9 @@ class Shard:
         return tuple(sum(stop - start for start, stop in set(ranges)) for ranges in pieces)
 
     def slices(self, rank: int, length: int | None = None) -> list[slice]:
-        """What a rank has along the axis: these slices, joined in this order.
+        """The slices along the axis that a rank has, joined in this order.
 
-        With ``length``: what it has of an axis of that length which is sharded alike, such as that of quantized inputs
+        With ``length``: the slices of an axis of that length which is sharded alike, such as that of quantized inputs
         before they are packed.
         """
         if not self.ranges:
@@ -84,9 +84,9 @@ class Shard:
         return prod(self.shape) * getattr(mx, self.dtype).size
 
     def cut(self, local: Sequence[int], axis: int, *, group: Group) -> Cut:
-        """How an array is cut along ``axis`` that is sharded alike, such as that of a quantized weight or an adapter.
+        """The cut along ``axis`` of an array that is sharded alike, such as that of a quantized weight or an adapter.
 
-        ``local``: the shape of what this rank of ``group``, a row of the grid, holds of it.
+        ``local``: the shape of this rank's part of it. ``group``: the ranks of a row of the grid.
         """
         if not self.ranges:
             return Cut.full(local)

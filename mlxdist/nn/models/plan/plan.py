@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def sharded(self) -> list[Shard]:
-        """What is sharded."""
+        """The parameters that are sharded."""
         return [shard for shard in self.shards.values() if shard.ranges]
 
     def bytes(self, rank: int) -> int:

@@ -56,7 +56,7 @@ def read_plan(text: str) -> dict[str, Any]:
 
 
 def _check(shard: Shard, ranks: int) -> None:
-    """What holds between the fields of a shard."""
+    """Checks the fields of a shard against each other."""
     path, shape = shard.path, shard.shape
     _require(path != "", "a path is empty")
     _require(shard.axis <= max(0, len(shape) - 1), f"{path}: no such axis")

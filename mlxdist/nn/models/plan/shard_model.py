@@ -1,10 +1,10 @@
 """Shards a full model, in place, as a plan says: afterwards this rank holds its shard and all ranks compute together.
 
 The blocks that a model's own ``shard(group)`` makes parallel are found by what ``shard`` has put in: a
-``ShardedToAllLinear`` ends one, and one with a ``sharding_group`` copies its input and sums its result itself. Those
-methods are made for inference: an ``AllToShardedLinear`` sums the gradient of its input, but what else of a block reads
-that input, and the parameters that all ranks hold, have a share of their gradients only. Whether that is all of it is
-known for the files of mlx-lm that the tests compare.
+``ShardedToAllLinear`` ends one, and one with a ``sharding_group`` copies its input and sums its result itself. The
+models' methods are made for inference: an ``AllToShardedLinear`` sums the gradient of its input, but all else of a
+block that reads this input, and the parameters that all ranks hold, get a share of their gradients only. Whether a
+model has more of this is known for the files of mlx-lm whose gradients the tests compare, and for no others.
 """
 
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ __all__ = ["ShardedRMSNorm", "shard_model", "why_not_trained"]
 def shard_model(model: nn.Module, plan: Plan, *, group: GroupLike | None = None) -> nn.Module:
     """Shards ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
 
-    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the full model. What the
-    ranks compute with the result is what one process computes with the full model, for the same input on every rank.
+    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the full model. With the
+    result the ranks compute what one process computes with the full model, for the same input on every rank.
     The KV cache, made after this, is of this rank's heads.
 
     It trains as the full model would: the gradients are this rank's shards of the full model's, and those of what all
@@ -123,7 +123,7 @@ def _check(model: Any, plan: Any, group: Group) -> list[Block]:
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> list[Block]:
-    """What the patterns shard."""
+    """The blocks that the patterns shard."""
     return find_blocks(model, plan.tp, plan.ep, plan.rank_shares)[0] if plan.ranks > 1 else []
 
 

@@ -47,7 +47,7 @@ def table(title: str, ranks: int, shards: Sequence[Shard]) -> Table:
 
 
 def describe(shard: Shard) -> str:
-    """How it is sharded, in some words."""
+    """How a parameter is sharded, in a few words."""
     if not shard.ranges:
         return "full" if shard.scale == 1 else f"full, times {shard.scale:.3g}"
     segments = f", {len(shard.segments)} pieces" if len(shard.segments) > 1 else ""
