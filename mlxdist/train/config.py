@@ -67,7 +67,8 @@ class _Settings:
     _table: ClassVar[str] = ""  # in the file
 
     def __post_init__(self) -> None:
-        checks = checks_of(type(self))
+        kind: Any = type(self)
+        checks = checks_of(kind)
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if one.name in checks and value is not one.default:  # which may be what the file cannot say, such as None
