@@ -35,6 +35,7 @@ class Offer:
     widths: list[int | None]
 
     def __post_init__(self) -> None:
+        # A CacheList is offered as its parts.
         if self.name not in CACHES or self.name == CacheList.__name__:
             raise ValueError(f"a cache of class {self.name!r}")
         if any(type(head) is not int or not 0 <= head < self.total for head in self.heads):

@@ -46,6 +46,7 @@ def state_of(cache: Any, number: int) -> Any:
         raise InvalidArgument(
             f"the cache of layer {number} is {name}: mlx_lm.models.cache has none, or another class has that name"
         )
+    # mlx-lm grows these buffers in steps: what is behind the offset is no token.
     if isinstance(cache, KVCache | QuantizedKVCache):
         return tree_map(lambda x: x[..., : cache.offset, :] if isinstance(x, mx.array) else x, cache.state)
     return cache.state

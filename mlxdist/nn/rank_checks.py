@@ -43,6 +43,7 @@ def agree(
     """
     lines = dict(_lines(equal)) if group.size() > 1 else {}
     kind = 0 if problem is None else 2 if isinstance(problem, Mismatch) else 1
+    # One row of fixed length for the common case; texts are exchanged only where something is wrong.
     table = _gathered([kind, _digest(repr(sorted(lines.items()))), *facts], group)
     kinds, digests = table[:, 0], table[:, 1]
     if kinds.any():

@@ -153,6 +153,7 @@ class _Attention:
                 sums[i], added[0][j], added[1][j] = sums[i] + tile[0], added[0][j] + tile[1], added[1][j] + tile[2]
                 done = [sums[i], added[0][j], added[1][j]]
             gradients = [mx.concatenate(x, axis=2) for x in added]
+            # Gradients of this rank's own keys need not travel: the last shift brings those of the other ranks to them.
             if step == 0:
                 own = gradients
             else:

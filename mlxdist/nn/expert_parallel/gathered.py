@@ -34,6 +34,7 @@ def gathered(
     rows = max(1, most)
     all_indices = _gather_indices(indices, rows, experts)
     x, padded_scores = with_rows(x, rows), None
+    # One gather after the other: MLX may evaluate independent operations in another order on each rank.
     if isinstance(all_indices, mx.array):
         x = mx.depends(x, all_indices)
     if scores is not None:

@@ -106,6 +106,7 @@ class Cut:
             if ranges != ((0, self.shape[axis]),):
                 full = slice_along(full, axis, [slice(*one) for one in ranges])
         if self.flat is None:
+            # A copy, so that the full array can be freed.
             return full if self.is_full else mx.contiguous(full)
         begin, end = self.flat
         return mx.pad(full.reshape(-1)[begin:end], (0, self.length - (end - begin)))

@@ -36,6 +36,7 @@ class _MissingLayer(dict[str, Any]):
 def drop_parameters(module: nn.Module) -> None:
     """Takes the parameters out of a module that has no modules inside. It can be called: the result has the shape and
     dtype that it would have, and is not to be evaluated."""
+    # Removed, not replaced by zeros: the parameters of the model are those of this stage, also in checkpoints.
     shapes = {name: (array.shape, array.dtype) for name, array in own_arrays(module)}
     for name in shapes:
         del module[name]

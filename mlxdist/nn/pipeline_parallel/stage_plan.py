@@ -249,6 +249,7 @@ class _Problem:
                 for stop in [number] if last else range(start + 1, number):
                     if (of_this := cost(chunk, start, stop)) is None:
                         continue
+                    # The slowest range counts; where plans are equally fast, the bytes that they send.
                     key = max(before, of_this[0]), sent + of_this[1], start
                     found[stop] = min(found.get(stop, key), key)
             ends.append(found)

@@ -61,6 +61,7 @@ def merge(
     merged: list[Matrix] = []
     pending: list[dict[str, mx.array]] = []
     specs = [_spec(linear, transposed, keep_bias) for linear in linears]
+    # One matrix has one form: where a linear has a bias, the others get one of zeros.
     if any(spec.bias for spec in specs):
         specs = [spec._replace(bias=True) for spec in specs]
     for number, (linear, shard, spec) in enumerate(zip(linears, shards, specs)):

@@ -49,6 +49,7 @@ class _ColumnParallel(ParallelLinear):
         if x.shape[-1:] != (self.input_dims,):
             raise InvalidArgument(f"{type(self).__name__}: x must be (..., {self.input_dims}), not {x.shape}")
         if self.sequence_parallel:
+            # Its backward pass, a sum_scatter, also sums the gradients of all ranks: no all_sum is needed besides.
             return gather_from_sequence_parallel_region(x, -2, group=self._group)
         return copy_to_tensor_parallel_region(x, group=self._group)
 

@@ -125,6 +125,7 @@ class ParallelMLP(Sharded):
         _check(name, whole)
         if not callable(activation):
             raise InvalidArgument(f"{name}: activation must be a function, not {activation!r}")
+        # Quantization groups run along the inputs of a layer: those of down_proj are the hidden features.
         multiple = quantization_unit(whole.down_proj)
         groups = f" in quantization groups of {multiple}" if multiple > 1 else ""
         hidden = dims(whole.gate_proj)[0]

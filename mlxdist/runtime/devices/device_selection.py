@@ -57,6 +57,7 @@ def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) 
     matrix = None if environment.device_map is None else device_map.load(environment.device_map)
     identity = host_identity().encode()
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
+    # On one host no other device would be used, so none is listed: drivers may hang.
     simple = environment.provider in ("auto", "soft") and environment.soft_transport != "tcp"
     if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
         return DeviceSelection(None)

@@ -45,6 +45,7 @@ def check_queue_pairs(
         if device.provider != "soft" and (limit := usable(device.provider, device.limits.get("max_qp", 0)))
     }
     ranks_of = collections.Counter(node.identity for node in nodes)
+    # Enough even if every device served all pairs of ranks: then no rank's choice has to be computed.
     if all(limit >= OF_A_LINK * ranks_of[host] * len(nodes) for (host, *_), limit in limits.items()):
         return
     pairs: dict[tuple[bytes, str, str], list[tuple[int, int]]] = collections.defaultdict(list)

@@ -103,6 +103,7 @@ class Graph:
         """Follows a blocked operation: to a circle, from its lowest rank on, or the wait for a rank that has left."""
         path = [node]
         while blockers := self.blockers(path[-1], freedom):
+            # The lowest: ranks that find the same circle must word it alike, since it is printed once.
             following = min(blockers)
             if following in path:
                 circle = path[path.index(following) :]

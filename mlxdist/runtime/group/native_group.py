@@ -117,6 +117,7 @@ class NativeGroup:
         self, agreed: DeviceSelection, failure: StepFailed, set_up: Callable[[Choice], Choice | None]
     ) -> Choice | None:
         """Sets up all ranks without RDMA, where it was mlxdist that chose RDMA."""
+        # Other errors, such as a Mismatch, come again without RDMA.
         of_device = failure.kind in (errors.ResourceError, errors.TransportError)
         if self._environment.provider != "auto" or failure.providers == "soft" or not of_device:
             raise failure.error() from None

@@ -78,6 +78,7 @@ def recv(
         if not isinstance(token, mx.array):
             raise call.error(f"token must be an mx.array, not {type(token).__name__}")
         return _traced_recv(call, token, shape, dtype, src)
+    # Without a token there is no gradient, so MLX's own operation is enough.
     return mx.distributed.recv(shape, dtype, src, group=call.mlx_group, stream=call.stream)
 
 

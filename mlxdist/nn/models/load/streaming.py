@@ -123,6 +123,7 @@ def _send(
     buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)] if memory is None else []
     checksum = 0
     for number, start in enumerate(range(0, length, CHUNK_BYTES)):
+        # Two buffers: one chunk is in flight while the next one is read.
         room = buffers[number % 2] if memory is None else memory[start:]
         chunk = room[: min(CHUNK_BYTES, length - start)]
         read(start, chunk)

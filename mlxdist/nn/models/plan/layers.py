@@ -66,6 +66,7 @@ class _Inner(ShardedLinear):
         for rank in reversed(range(self._group.size())):
             for piece in self._pieces(rank):
                 owners[piece] = rank
+        # By a sum: pieces of ranks may overlap and differ in size, which no all_gather can join.
         full, start = mx.zeros((*x.shape[:-1], self._length), x.dtype), 0
         for piece in self._pieces(self._group.rank()):
             stop = start + piece.stop - piece.start

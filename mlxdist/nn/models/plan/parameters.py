@@ -66,6 +66,7 @@ class Shard:
             return [slice(0, self.shape[self.axis])] if self.shape else []
         held = self.shape[self.axis]
         length = held if length is None else length
+        # Exact: ranges are whole groups and words, so `length` divides in the same proportion.
         return [slice(start * length // held, stop * length // held) for start, stop in self.ranges[rank]]
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
