@@ -170,7 +170,7 @@ class NanGuard:
         return x
 
     def _report(self, activations: list[_Activation], extremes: list[list[float]]) -> str:
-        """An error text: a table of the last 20 modules' activations, of which only the last one is not finite."""
+        """An error text: a table of the last 20 modules' activations. Only the last activation is not finite."""
         first = max(0, len(activations) - 1)
         modules: set[str] = set()
         while first > 0 and len(modules | {activations[first - 1].path}) <= _SHOWN:

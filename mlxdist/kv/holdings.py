@@ -1,7 +1,7 @@
 """Which part of a prompt cache a rank's model has: the layers of its stage, and the KV heads of its shard.
 
-Found by a call of the model with one token, of which nothing is computed: MLX is lazy. The caches then have the shapes
-that this rank's have, and the module that takes a cache is the one whose parameters say how the cache is cut.
+A call of the model with one token finds it, and computes nothing: MLX is lazy. The caches then have the shapes that
+this rank's have, and the module that takes a cache is the one whose parameters say how the cache is cut.
 """
 
 from dataclasses import dataclass

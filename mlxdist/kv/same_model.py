@@ -68,7 +68,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _hash(model: nn.Module) -> str:
-    # Shapes and a few elements tell models and shards apart. To hash all elements would read the whole model.
+    # Shapes and a few elements tell models and shards apart. Hashing all elements would read the whole model.
     arrays = sorted(parameters(model).items())
     sample = [x.reshape(-1)[:_SAMPLE].astype(mx.float32) for _, x in arrays]
     held = blake2b(repr([(path, x.shape) for path, x in arrays]).encode(), digest_size=16)

@@ -1,4 +1,4 @@
-"""Model parallelism: layers, and full models, of which every rank holds a shard.
+"""Model parallelism: layers, and full models, that are sharded over the ranks.
 
 models/             plans, loading and verification of full models; context_parallel/, pipeline_parallel/, split_block/,
                     expert_parallel/, tensor_parallel/: what they are made of; layout/: the ground of all

@@ -248,7 +248,7 @@ def _give_streams(label_thread: int) -> None:
 
 
 def _add_sum_scatter() -> None:
-    """Adds a sum_scatter where MLX's backend for MPI raises: an all_sum, of which each rank keeps its part."""
+    """Adds a sum_scatter, where MLX's backend for MPI raises: each rank keeps its part of an all_sum."""
     import mlx.core as mx
 
     from .native import bridge

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences of which every rank holds a shard.
+"""Context parallelism: attention over sequences that are sharded over the ranks.
 
 context_parallel.py  context_parallel: a model of mlx-lm whose attention spans all ranks
 ring_attention.py    ring_attention; tiles.py: the blocks that it is computed in

@@ -17,7 +17,7 @@ __all__ = ["prefill"]
 
 
 def prefill(model: nn.Module, prompt: mx.array | Sequence[int], *, group: GroupLike | None = None) -> list[Any]:
-    """The cache of a prompt, of which each rank computes a shard, for ``mlx_lm``'s ``prompt_cache=``.
+    """Computes the cache of a prompt, each rank a shard of it, for ``mlx_lm``'s ``prompt_cache=``.
 
     Give it all tokens but the last, which generation begins with::
 

@@ -34,7 +34,7 @@ def ring_attention(
     window_size: int | None = None,
     group: GroupLike | None = None,
 ) -> mx.array:
-    """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
+    """``mx.fast.scaled_dot_product_attention`` over a sequence that is sharded over the ranks.
 
     Each rank sends its keys and values to the next one, and attends to those that it has meanwhile, n - 1 times.
     Besides its own it holds two shards of keys and values at most, and one tile of the scores. Softmax is in float32.

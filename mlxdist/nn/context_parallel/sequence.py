@@ -1,6 +1,6 @@
-"""A sequence of which every rank holds a shard, in the head-tail (zigzag) order that gives causal attention equal work.
+"""Sequences that are sharded over the ranks, in the head-tail (zigzag) order that gives causal attention equal work.
 
-A sequence is cut into 2n equal chunks for n ranks, of which rank r holds chunk r and chunk 2n - 1 - r, one after the
+A sequence is cut into 2n equal chunks for n ranks. Rank r holds chunk r and chunk 2n - 1 - r, one after the
 other. A query attends to all that is before it, so a rank with an early and a late chunk has as much to compute as any
 other (Llama Team 2024, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2). A group of one holds the
 sequence as it is.
@@ -49,7 +49,7 @@ def shard_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None
 def gather_sequence(x: mx.array, axis: int = 1, *, group: GroupLike | None = None) -> mx.array:
     """Gathers the full sequence, in order, from all ranks' shards: the inverse of :func:`shard_sequence`. Collective.
 
-    The gradient is this rank's shard of the sum of all ranks' cotangents.
+    It costs one all_gather. The gradient is this rank's shard of the sum of all ranks' cotangents.
 
     Args:
         x: this rank's shard, of the shape and dtype that the other ranks' shards have.

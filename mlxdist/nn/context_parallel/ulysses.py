@@ -28,7 +28,7 @@ def ulysses_attention(
     window_size: int | None = None,
     group: GroupLike | None = None,
 ) -> mx.array:
-    """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
+    """``mx.fast.scaled_dot_product_attention`` over a sequence that is sharded over the ranks.
 
     The first all_to_all exchanges this rank's shard of the sequence, with all heads, for the full sequence with this
     rank's share of the heads; MLX attends; the second brings the result back. Each rank sends (n - 1) / n of its

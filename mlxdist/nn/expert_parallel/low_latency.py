@@ -63,7 +63,7 @@ class LowLatencyExchange:
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: the placement is for another number of ranks; ``max_tokens`` or ``top_k`` cannot be.
+        InvalidArgument: the placement is for another number of ranks; ``max_tokens`` or ``top_k`` is out of range.
     """
 
     def __init__(

@@ -14,7 +14,7 @@
 The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.operations.collectives,
 ``async_op``), which the engine's own thread carries on. A second stream of MLX would do without the copy of what
 arrives, but operations on two streams may begin in another order on each rank. Handles are started in the order of the
-program, in a group of their own, and so may go on beside any other collective.
+program, in a group of their own, and so may go on next to any other collective.
 
 The hidden time is that in which transfers were in flight, as the engine measured it, less that in which this rank did
 nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of

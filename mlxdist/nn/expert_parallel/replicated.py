@@ -84,7 +84,7 @@ class Experts(NamedTuple):
 def replicated(
     x: mx.array, indices: np.ndarray | mx.array, scores: mx.array | None, experts: Experts, scatter: bool = False
 ) -> mx.array:
-    """The layer on tokens (tokens, d) that all ranks hold alike; the same on all ranks. Shapes as of ``gathered``.
+    """The layer on tokens (tokens, d) that all ranks hold alike; the same on all ranks. Shapes as in ``gathered``.
 
     ``indices``, (tokens, k) with -1 for none, are an ``mx.array`` if the host does not know them, of uint32 if all are
     experts but for those that are wrong. Results are added up by all_sum, with ``scatter`` by sum_scatter and

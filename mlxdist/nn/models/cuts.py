@@ -26,7 +26,7 @@ __all__ = ["cuts"]
 def cuts(model: nn.Module) -> dict[str, Cut]:
     """How each parameter of ``model`` is cut, by its path: that of ``tree_flatten(model.parameters())``.
 
-    Known are models and layers that are full, those of :func:`mlxdist.nn.shard_model` and
+    It covers models and layers that are full, those of :func:`mlxdist.nn.shard_model` and
     :func:`mlxdist.nn.load_sharded` with the adapters on them, the layers of :mod:`mlxdist.nn`, MLX's
     ``nn.layers.distributed.shard_linear`` (of one segment), and each module with a method ``cuts()`` that returns the
     same for the parameters in it that it has sharded, such as what ``fully_shard`` makes. No collective.

@@ -139,7 +139,7 @@ def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
-    """Why a block cannot stand for a layer of which the model reads more; None: it can. Tried with stand-ins."""
+    """Why a block cannot stand for a layer: the model reads more attributes. None: it can. Tried with stand-ins."""
     full = list(layers)
     stand_ins: list[Any] = [_StandIn(layer) for layer in full]
     try:

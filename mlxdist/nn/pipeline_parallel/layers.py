@@ -199,7 +199,7 @@ def _like(one: Any, other: Any) -> Any:
 
 
 def _taken(one: _Call, other: _Call, origins: dict[int, int]) -> Boundary:
-    """The arrays of tokens that a layer takes: floats with a batch. Masks and positions are the same on all stages."""
+    """The arrays that a layer takes and that depend on the tokens: floats with a batch, not masks and positions."""
     others, found = dict(leaves(other.arguments)), []
     for path, x in leaves(one.arguments):
         if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating):

@@ -209,7 +209,7 @@ def stages_of(when: Collection[str], stages: int) -> list[int]:
 
 
 class _Problem:
-    """The search for a plan: contiguous ranges of layers, the slowest of which is as fast as can be."""
+    """The search for a plan: contiguous ranges of layers, so that the slowest range is as fast as can be."""
 
     def __init__(
         self,

@@ -232,7 +232,7 @@ def positions(table: RotaryTable, length: int, offset: int | None, mask: mx.arra
 
 @lru_cache(maxsize=1)
 def _seen(window: int) -> mx.array:
-    """The array of which every mask of one token is a part: a view, and no arithmetic."""
+    """An array that has every mask of one token as a slice: a view, and no arithmetic."""
     return mx.arange(2 * window) < window
 
 

@@ -40,9 +40,9 @@ _evaluate = {name: getattr(mx, name) for name in ("eval", "async_eval")}
 def submissions() -> Iterator[Submissions]:
     """Counts while it is open: ``with submissions() as count: y = block(x, cache=cache)``, then ``count.submitted``.
 
-    It counts in all threads, and all that calls through ``mlx.core``, as mlx-lm does. Evaluation without a call (a
-    conversion to NumPy, ``item()``) is not counted. It is for tests and measurements: meanwhile the two functions of
-    ``mlx.core`` are replaced by ones that count.
+    It counts the calls of all threads and of all callers through ``mlx.core``, such as mlx-lm. Evaluation without a
+    call (a conversion to NumPy, ``item()``) is not counted. It is for tests and measurements: meanwhile the two
+    functions of ``mlx.core`` are replaced by ones that count.
     """
     count = Submissions()
     with _lock:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers of which every rank holds a shard.
+"""Tensor parallelism: layers that are sharded over the ranks.
 
 column_parallel.py                   ColumnParallelLinear, QuantizedColumnParallelLinear
 row_parallel.py                      RowParallelLinear, QuantizedRowParallelLinear

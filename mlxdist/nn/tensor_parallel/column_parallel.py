@@ -1,4 +1,4 @@
-"""Linear layers of which every rank holds a shard of the outputs: the columns of the matrix in ``x @ W``.
+"""Linear layers whose outputs are sharded over the ranks: the columns of the matrix in ``x @ W``.
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053; sequence-parallel: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -66,7 +66,7 @@ class ColumnParallelLinear(PlainWeight, _ColumnParallel):
 
     Input: shape ``(..., input_dims)``, the same on all ranks; with ``sequence_parallel`` this rank's shard of it along
     the axis -2, equally long on all ranks. Output: ``(..., sizes[rank])``, with ``gather_output`` ``(...,
-    output_dims)``. Dtype as of ``nn.Linear``.
+    output_dims)``. The dtype is that of ``nn.Linear``.
 
     Args:
         input_dims: features of the input.

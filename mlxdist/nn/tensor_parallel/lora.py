@@ -28,7 +28,7 @@ SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 class ShardedLinear(nn.Module, ABC):
-    """A linear layer of which every rank holds a shard, with the methods that an adapter (:class:`LoRALinear`) calls.
+    """A linear layer that is sharded over the ranks, with the methods that an adapter (:class:`LoRALinear`) calls.
 
     A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
     its own. The adapter's matrix next to the sharded dimension is sharded like it.
@@ -76,7 +76,7 @@ class ShardedLinear(nn.Module, ABC):
 
     @abstractmethod
     def cut(self, local: Sequence[int], axis: int) -> Cut:
-        """The cut along ``axis`` of an array of which this rank holds a part of shape ``local``."""
+        """The cut along ``axis`` of an array, from ``local``, the shape of this rank's part."""
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The shards themselves, with the gradients of all ranks that hold them."""
@@ -104,7 +104,7 @@ class LoRALinear(nn.Module):
     ``linear_to_lora_layers`` puts this class on both. On a column-parallel layer ``lora_b``, of shape (r, output_dims),
     is sharded and ``lora_a``, (input_dims, r), is full on every rank; on a row-parallel one it is the other way round.
     The forward pass needs no collective besides the layer's own, the backward pass one more: the all_sum of the
-    gradient of the full matrix. With ``dropout`` the same elements are dropped as of the full layer, if all ranks have
+    gradient of the full matrix. With ``dropout`` the same elements are dropped as in the full layer, if all ranks have
     the same seed.
 
     Called as the layer: shapes and dtypes are those of ``linear``. The adapter is float32, unless another is loaded.

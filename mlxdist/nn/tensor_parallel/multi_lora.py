@@ -23,7 +23,7 @@ class MultiLoRALinear(nn.Module):
     Row i of the input has the adapter that :func:`adapters_of_rows` says: ``y + scale * (x A) B``. It is for inference:
     parameters are frozen, and there is no dropout. The forward pass needs no collective besides the layer's own.
 
-    Called as the layer, with an input of which the first axis is the batch, or the batch and what follows it as one.
+    Called as the layer, with an input whose first axis is the batch, or the batch and the next axes merged into one.
 
     Args:
         adapters: the layer with the first adapter, with the second, and so on, None for one that is not on it. Their

@@ -1,4 +1,4 @@
-"""Attention of which each rank computes some of the heads (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
+"""Attention whose heads are sharded over the ranks (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
 
 Grouped queries: Ainslie et al. 2023, "GQA", arXiv:2305.13245.
 """
@@ -91,7 +91,7 @@ def heads_of(
 
 
 def _uneven_rank(sizes: Sequence[int], each: int) -> int | None:
-    """The first rank that would hold KV heads with different numbers of query heads, of which each has ``each``."""
+    """The first rank that would hold KV heads with different numbers of their ``each`` query heads; None: none."""
     for rank in range(len(sizes)):
         here = shard_slice(sizes, rank)
         if len(set(Counter(head // each for head in range(here.start, here.stop)).values())) > 1:
@@ -113,7 +113,7 @@ def _one_kv_head_each(name: str, n_kv_heads: int, each: int, rank_shares: Sequen
 
 
 class ParallelAttention(nn.Module):
-    """Attention of mlx-lm's Llama and Qwen3, of which each rank computes some of the heads, with one all_sum.
+    """Attention of mlx-lm's Llama and Qwen3 whose heads are sharded over the ranks, with one all_sum.
 
     Called with ``x`` of shape (batch, length, dims), the same on all ranks, and mlx-lm's ``mask`` and ``cache``, it
     returns the same shape and dtype, the same on all ranks. The cache holds this rank's KV heads alone. A ``mask`` is
@@ -373,7 +373,7 @@ def _check(name: str, attention: nn.Module) -> None:
 
 
 def _with_heads(linear: nn.Module, heads: list[int], head_dim: int) -> nn.Module:
-    """The layer with the outputs of these heads, each of which may come more than once."""
+    """The layer with the outputs of these heads; a head may come more than once."""
     if heads == list(range(dims(linear)[0] // head_dim)):
         return linear
     index = mx.array(heads)

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Sharded(nn.Module):
-    """A layer of which every rank of a group holds a shard. Names with an underscore are no parameters for MLX."""
+    """A layer that is sharded over the ranks of a group. Names with an underscore are no parameters for MLX."""
 
     shard_axis = 0  # of the weight and of what belongs to a quantized one
     _sizes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Sharded(nn.Module):
         return join(x, axis, scaled(self._sizes, length), self._group, self._segments)
 
     def cut(self, local: Sequence[int], axis: int) -> Cut:
-        """The cut along ``axis`` of an array of which this rank holds a part of shape ``local``."""
+        """The cut along ``axis`` of an array, from ``local``, the shape of this rank's part."""
         length = local[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
         sizes = scaled(self._sizes, length)
         held = [slices(sizes, rank, self._segments) for rank in range(len(sizes))]
@@ -102,7 +102,7 @@ def with_weight_of(layer: nn.Module, kind: type[M], source: nn.Module) -> M:
 
 
 class ParallelLinear(Sharded, ShardedLinear):
-    """A linear layer of which every rank holds a shard: of its outputs (column) or of its inputs (row).
+    """A linear layer that is sharded over the ranks: by its outputs (column) or by its inputs (row).
 
     Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's shard: ``weight``,
     ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``, and ``group_size``, ``bits``, ``mode``.

@@ -1,4 +1,4 @@
-"""The gated MLP (Shazeer 2020, arXiv:2002.05202) of which each rank computes a shard of the hidden features."""
+"""The gated MLP (Shazeer 2020, arXiv:2002.05202) whose hidden features are sharded over the ranks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,13 +23,13 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ParallelMLP(Sharded):
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, of which each rank computes some of the hidden features.
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``; each rank computes its shard of the hidden features.
 
     Gate and up are one matrix, so that a call is two products and one all_sum. Input and output: shape (..., dims), the
-    same on all ranks; with ``sequence_parallel`` this rank's equal shard of the axis -2. Dtype as of ``nn.Linear``.
+    same on all ranks; with ``sequence_parallel`` this rank's equal shard of the axis -2. Dtype as in ``nn.Linear``.
     Gradients are this rank's shard of the dense layer's. Backward: one all_sum of the gradient of the input.
 
-    Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its shard of gate, then
+    Submodules: ``gate_up_proj``, column-parallel with two segments: each rank holds its shard of gate, then
     its shard of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""Linear layers of which every rank holds a shard of the inputs: the rows of the matrix in ``x @ W``.
+"""Linear layers whose inputs are sharded over the ranks: the rows of the matrix in ``x @ W``.
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053; sequence-parallel: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -84,7 +84,7 @@ class RowParallelLinear(PlainWeight, _RowParallel):
 
     Input: shape ``(..., sizes[rank])``, or ``(..., input_dims)`` and the same on all ranks with
     ``input_is_parallel=False``. Output: ``(..., output_dims)``, the same on all ranks; with ``sequence_parallel`` this
-    rank's shard of it along the axis -2. Dtype as of ``nn.Linear``.
+    rank's shard of it along the axis -2. The dtype is that of ``nn.Linear``.
 
     Args:
         input_dims: features of the input, on all ranks together.

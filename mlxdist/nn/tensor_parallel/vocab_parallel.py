@@ -1,4 +1,4 @@
-"""Embedding and output layer of which each rank holds the rows of a shard of the vocabulary.
+"""Embedding and output layer whose vocabulary is sharded over the ranks.
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, without padding: the sizes of two ranks differ by at most one
 token, unless ``rank_shares`` say otherwise. :mod:`mlxdist.nn.tensor_parallel.sampling` works with sharded logits.
@@ -82,7 +82,7 @@ class _VocabParallel(Sharded):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """``nn.Embedding`` of which each rank holds the rows of a shard of the vocabulary.
+    """``nn.Embedding`` whose rows, one for each token of the vocabulary, are sharded over the ranks.
 
     Called with tokens, integers of any shape (...) that are the same on all ranks, it returns their embeddings, shape
     (..., dims), the same on all ranks and bitwise those of ``nn.Embedding``: one all_sum of them, to which each rank
@@ -161,7 +161,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class QuantizedVocabParallelEmbedding(_VocabParallel):
-    """``nn.QuantizedEmbedding`` of which each rank holds a shard of the rows; otherwise as VocabParallelEmbedding.
+    """``nn.QuantizedEmbedding`` whose rows are sharded over the ranks; otherwise as VocabParallelEmbedding.
 
     Made by ``VocabParallelEmbedding.from_embedding`` or by ``nn.quantize``. Parameters:
     ``weight``, ``scales`` and, in the mode "affine", ``biases``, frozen; attributes besides: ``group_size``, ``bits``,
@@ -170,7 +170,7 @@ class QuantizedVocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """The output layer of a language model, of which each rank computes the logits of a shard of the vocabulary.
+    """The output layer of a language model. Each rank computes the logits of its shard of the vocabulary.
 
     A :class:`mlxdist.nn.ColumnParallelLinear` whose outputs need not be a multiple of the ranks. Called with shape
     (..., input_dims), the same on all ranks, it returns this rank's logits, shape (..., sizes[rank]): with its
@@ -181,7 +181,7 @@ class ParallelLMHead(ColumnParallelLinear):
         input_dims: features of the input.
         output_dims: the size of the vocabulary, at least one token for each rank.
         bias: as in ``nn.Linear``; it is sharded like the vocabulary.
-        gather_output, sequence_parallel, rank_shares, group: as of ``ColumnParallelLinear``.
+        gather_output, sequence_parallel, rank_shares, group: as for ``ColumnParallelLinear``.
 
     Raises:
         InvalidArgument: the vocabulary cannot be sharded so: the same on all ranks, before any collective.

@@ -38,7 +38,7 @@ class DeviceSelection:
     nodes: Sequence[NodeInfo] = ()
 
     def without_rdma(self, environment: Environment, why: str) -> Choice:
-        """The choice of this rank where RDMA devices were chosen and could not be set up, and ``why``. Raises
+        """The choice of this rank where RDMA devices were chosen and could not be set up: ``why`` is the reason. Raises
         InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another."""
         links, transport = environment.links_per_peer or 1, environment.soft_transport
         choices = [choose(self.nodes, r, "soft", None, links, transport) for r in range(len(self.nodes))]

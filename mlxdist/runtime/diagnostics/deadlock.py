@@ -8,7 +8,7 @@ Responses of several ranks are not of the same moment. So the ranks are queried 
 it held between the last response of the first time and the first request of the second.
 
 A false alarm would end a job that works. So what may be in flight counts as able to progress, and so does a rank whose
-threads may call other operations (program_threads.py). Ranks of a circle of which none can get an error at once. Where
+threads may call other operations (program_threads.py). If no rank of a circle can, all of them get an error. Where
 threads wake up now and then, as the monitor of a progress bar does, they may come with what is missing: that circle is
 a warning on all ranks, and an error when it has stood for the grace (MLXDIST_DEADLOCK_GRACE). Where a thread runs,
 sleeps, or waits for input it is neither. The grace counts only while these ranks respond: not while one is stopped.

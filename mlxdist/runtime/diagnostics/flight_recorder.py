@@ -108,7 +108,7 @@ class Recorder:
             return path
 
     def position(self) -> str:
-        """The operation that this rank is in, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; or ""."""
+        """The position of this rank, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if unknown."""
         entries, count = self._read(_RECENT)
         if count == 0:
             return ""

@@ -30,7 +30,7 @@ def unregister() -> None:
 
 
 def exit_in_progress() -> SystemExit | None:
-    """The SystemExit with which the program ends or, in a ``finally``, is about to; None: the status is 0."""
+    """The SystemExit with which the program ends or, in a ``finally``, is about to; None: it does not, or with 0."""
     leaving = sys.exc_info()[1]
     status = bridge.exit_status() or (errors.exit_status(leaving) if isinstance(leaving, SystemExit) else 0)
     return SystemExit(status) if status else None

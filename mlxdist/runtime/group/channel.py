@@ -13,8 +13,8 @@ __all__ = ["Channel"]
 class Channel:
     """A group, and the stream, that the messages of one kind travel in and nothing else.
 
-    On each stream the program's own operations are in another order, and a group must have one order. So each subclass,
-    which is one kind, has a group of its own.
+    A group has one order of operations. These messages come in another order than the program's operations, which are
+    on other streams, so they have a group of their own. So has each subclass, which is one kind.
 
     Attributes:
         stream: of the CPU.

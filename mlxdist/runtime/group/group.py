@@ -128,8 +128,8 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         Ranks wait here, on the CPU, and not in GPU work, which macOS ends when it waits for about 5 s. The next 256
         operations with each rank meet, too: kernels that only one rank has to compile keep the others on the CPU.
 
-        Waited for are the default stream and all CPU streams of MLX; those of other threads on a GPU are theirs to
-        synchronize.
+        It waits for the default stream and all CPU streams of MLX. Other threads must synchronize their own streams on
+        a GPU.
 
         Args:
             timeout: seconds, as for :meth:`barrier`.

@@ -116,7 +116,7 @@ def unpack(data: bytes) -> Tuning:
 
 
 def _check_rows(rows: Any) -> list[Row]:
-    """Raises ValueError for what is no table of algorithms."""
+    """The rows of a table of algorithms. Raises ValueError where it is malformed."""
     if not isinstance(rows, list) or len(rows) > MAX_ROWS:
         raise ValueError(f"it is not a list of at most {MAX_ROWS} rows")
     found = [_row(place, row) for place, row in enumerate(rows, 1)]

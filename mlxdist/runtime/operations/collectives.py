@@ -180,7 +180,7 @@ def gather(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
 def scatter(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """This rank's part of the root's ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
-    All ranks pass an array of the same shape and dtype, of which only the root's elements count. The gradient: on the
+    All ranks pass an array of the same shape and dtype, but only the root's elements count. The gradient: on the
     root all ranks' cotangents, joined, elsewhere zeros.
     """
     call = Call("scatter", options)

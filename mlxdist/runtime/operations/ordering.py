@@ -20,7 +20,7 @@ Arrays = list[mx.array]
 
 
 class Order:
-    """Operations of which each waits for those before it: of one call of a model, or of one kind of messages.
+    """Operations that each wait for those before: of one call of a model, or of one kind of messages.
 
     A scalar, the token, passes through each of them. It keeps no result in memory, and what lies between two operations
     cannot drop the dependency, as MLX's operations may on arrays without elements.
@@ -37,7 +37,7 @@ class Order:
 
     @property
     def before(self) -> Sequence[mx.array]:
-        """The arrays to depend on: what does is computed after all operations so far."""
+        """Arrays for a computation to depend on, so that it comes after all operations so far."""
         return self._before
 
     def carry_out(self, operation: Callable[[mx.array], mx.array], x: mx.array, *after: mx.array) -> mx.array:

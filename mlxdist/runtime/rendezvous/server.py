@@ -429,7 +429,7 @@ def exit_status_of(environment: Environment, rank: int) -> str | None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Gives up a peer after 30 s without any response of its kernel: a host that lost power closes no connection.
+    """Makes ``sock`` give up its peer after 30 s without a response of its kernel: a host without power closes nothing.
 
     A stopped process is no such case: its kernel responds.
     """

@@ -30,7 +30,7 @@ class StepFailed(Exception):
 
 
 def take_step(rendezvous: Rendezvous, what: str, host: str, providers: str, action: Callable[[], bytes]) -> list[bytes]:
-    """Returns what ``action`` returned on every rank, in rank order. It costs one all_gather, however it ends.
+    """Runs ``action`` and returns its results on all ranks, in rank order. Costs one all_gather, however it ends.
 
     ``host``, ``providers``: of this rank, for the others' texts.
 

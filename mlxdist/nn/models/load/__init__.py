@@ -1,4 +1,4 @@
-"""Loading a model of which each rank reads and holds only its shard.
+"""Loading a model so that each rank reads and holds only its shard.
 
 load_sharded.py    load_sharded
 weight_sources.py  which tensor of which file a parameter of the model is

@@ -101,7 +101,7 @@ def put_adapters(
 
 
 def put_several(model: nn.Module, plan: Plan, adapters: Sequence[Adapters], rank: int, group: Group) -> None:
-    """Puts several adapters on ``model``, as :func:`put_adapters` one: a layer that any is on has all of them."""
+    """Puts several adapters on ``model``, as :func:`put_adapters` does one: a layer with any of them has all."""
     # mlx-lm puts a single adapter on a layer. So each is put on the layers as given, then they are joined.
     given = model.leaf_modules()
     layers: dict[str, list[nn.Module | None]] = {}

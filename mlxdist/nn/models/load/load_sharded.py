@@ -99,8 +99,8 @@ def load_sharded(
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
             adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
-            Compared are config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
-            parameters that every rank holds whole, and 512 bytes of each that is sharded.
+            The ranks compare config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
+            parameters that every rank holds in full, and 512 bytes of each that is sharded.
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """

@@ -138,7 +138,7 @@ class ParallelRegion:
         self._thread: int | None = None
 
     def put(self, block: nn.Module, path: str, shards: Sequence[Shard]) -> None:
-        """Puts the region around ``block`` at ``path``, sharded already; ``shards`` see one rank's activations only."""
+        """Puts the region around the sharded ``block`` at ``path``; ``shards`` see one rank's activations only."""
         self.path = path or self.path
         modules = dict(block.named_modules())
         parts: dict[str, dict[str, Shard]] = {}
@@ -189,7 +189,7 @@ class ParallelRegion:
                         yield join_path(where, name), partial(shard.cut, array.shape, axis, group=self.group)
 
     def sharded_arrays(self, block: nn.Module) -> Iterator[mx.array]:
-        """The parameters of ``block`` of which this rank has a shard."""
+        """The parameters of ``block`` that are sharded."""
         for member in self.members:
             if not member.sharded:
                 continue

@@ -59,8 +59,8 @@ class Shard:
     def slices(self, rank: int, length: int | None = None) -> list[slice]:
         """The slices along the axis that a rank has, joined in this order.
 
-        With ``length``: the slices of an axis of that length which is sharded alike, such as that of quantized inputs
-        before they are packed.
+        With ``length``: the slices of an axis of that length which is sharded alike, such as the inputs of a quantized
+        layer before they are packed.
         """
         if not self.ranges:
             return [slice(0, self.shape[self.axis])] if self.shape else []
@@ -85,7 +85,7 @@ class Shard:
         return prod(self.shape) * getattr(mx, self.dtype).size
 
     def cut(self, local: Sequence[int], axis: int, *, group: Group) -> Cut:
-        """The cut along ``axis`` of an array that is sharded alike, such as that of a quantized weight or an adapter.
+        """The cut along ``axis`` of an array that is sharded alike, such as a quantized weight's or an adapter's.
 
         ``local``: the shape of this rank's part of it. ``group``: the ranks of a row of the grid.
         """

@@ -219,7 +219,7 @@ def _summed(layer: Any, share: mx.array) -> mx.array:
 
 
 class ShardedRMSNorm(nn.RMSNorm):
-    """An RMSNorm over a last axis of which each rank has a shard: the squares are added up over the ranks.
+    """An RMSNorm over a last axis that is sharded over the ranks: the squares are added up over the ranks.
 
     x: (..., this rank's shard); the result has its shape, and the dtype that nn.RMSNorm gives. Sizes may differ between
     ranks.
