@@ -17,6 +17,7 @@ class Pairs:
         self.rows, self.top_k = experts.shape
         flat = experts.reshape(-1)
         mine = np.flatnonzero(flat >= 0)
+        # Stable: an expert's pairs stay in the order of rows, so results are bitwise the same in every run.
         order = np.argsort(flat[mine], kind="stable")
         self.order = order
         """Where each pair stands among the pairs in order of rows and slots."""

@@ -129,6 +129,7 @@ class Schedule:
                     needed = list(self._needed(rank, action))
                     if not all(event in ends for event in needed):
                         break
+                    # Virtual stages of one rank pass arrays on without a message.
                     arrivals = [ends[event] + message * (event.part % self.stages != rank) for event in needed]
                     start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                     spans[rank].append(Span(action, start, start + costs[action.kind] / speed[rank]))

@@ -87,6 +87,7 @@ class Timeline:
         if not self.seconds:
             return lines
         widest = 1 + max(len(str(span.action)) for row in self.spans for span in row)
+        # The shortest action has room for a name, unless the picture would be too wide.
         scale = min(widest / shortest, _MAX_WIDTH / self.seconds) if shortest else _MAX_WIDTH / self.seconds
         return lines + [self._line(rank, row, scale) for rank, row in enumerate(self.spans)]
 

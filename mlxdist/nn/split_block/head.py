@@ -35,6 +35,7 @@ class Head(nn.Module):
     def __init__(self, linear: nn.Module, group: Group, transposed: bool | None) -> None:
         super().__init__()
         self._group = group
+        # Equal shares, not None: that would reject a vocabulary that the ranks do not divide.
         self._sizes = split_sizes("SplitModel: vocabulary", linear.weight.shape[0], group.size(), [1] * group.size())
         transposed = mx.default_device() == mx.cpu if transposed is None else transposed
         self.matrix = merge([linear], [LinearShard(0, tuple(self._sizes), group.rank())], transposed)

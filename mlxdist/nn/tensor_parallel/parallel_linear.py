@@ -145,6 +145,7 @@ class ParallelLinear(Sharded, ShardedLinear):
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         kind = cls.kinds[bool(quantization(linear))]
+        # Not by the constructor, which would draw the weights of a full layer.
         layer = kind.__new__(kind)
         layer._shard_full(linear, **keywords)
         return layer

@@ -50,6 +50,7 @@ class NodeInfo:
             if provider == "auto" and not may_have_devices():
                 missing = "it has no RDMA device"
             else:
+                # In a process of its own: a driver may hang or crash on a port that is down.
                 listing = list_apart(real)
                 devices += listing.devices
                 missing = listing.error

@@ -27,7 +27,7 @@ Where an array is cut into parts or parts are joined, that is along its first ax
 the input.
 
 Raises, all of them:
-    InvalidArgument: refused before any work: not an array, an unsupported dtype, a wrong ``out``, no such rank.
+    InvalidArgument: rejected before any work: not an array, an unsupported dtype, a wrong ``out``, no such rank.
     Mismatch: the ranks disagree on the operation, dtype, shape or root; raised on every rank.
     Timeout, PeerLost, Aborted, TransportError: the operation could not be completed; raised on every rank.
 On an ``mx.array`` all but the first come where the result is evaluated, of a handle from ``wait()``.

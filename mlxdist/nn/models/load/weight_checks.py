@@ -61,6 +61,7 @@ def checksum(source: Source, full: memoryview | None) -> int:
         memory = memoryview(bytearray(source.nbytes))
         source.read(0, [], 0, memory)
         return zlib.crc32(memory)
+    # All ranks read these bytes, whichever shard is theirs.
     step = (source.nbytes - SAMPLE_BYTES) // (SAMPLES - 1)
     memory = memoryview(bytearray(SAMPLES * SAMPLE_BYTES))
     source.file.read_runs([(source.offset + i * step, SAMPLE_BYTES) for i in range(SAMPLES)], memory)
