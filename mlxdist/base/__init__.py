@@ -1,1 +1,1 @@
-"""What every floor uses: errors, variables, files, child processes. It imports nothing of the floors above."""
+"""Errors, variables, files and child processes, for every floor. It imports nothing from the floors above."""

@@ -7,13 +7,14 @@ __all__ = ["atomic_write", "back_up", "replace_file"]
 
 
 def replace_file(path: Path, text: str, mode: int) -> None:
-    """For a file of mlxdist's own. A link in its place is replaced, and its target stays as it is: in a directory where
-    other users may write, the target could be another user's.
+    """Replaces a file of mlxdist's own. A symbolic link in its place is replaced, and its target stays as it is: in a
+    directory where other users may write, the target could be another user's file.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
     # Not by tempfile, whose import a start of the launcher would notice.
+    # Mode 0600 until fchmod: another user must not open the file before it has the mode of the one that it replaces.
     temporary = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -27,7 +28,7 @@ def replace_file(path: Path, text: str, mode: int) -> None:
 
 
 def atomic_write(path: str | os.PathLike[str], text: str) -> None:
-    """For a file that the user has named: a link stays one, and a file that is replaced keeps its mode.
+    """Writes a file that the user has named. A symbolic link stays one, and a file that is replaced keeps its mode.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -40,7 +41,7 @@ def atomic_write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def back_up(path: str | os.PathLike[str], text: str) -> str | None:
-    """Before `atomic_write`: a file with another text is renamed to PATH.old, which is returned."""
+    """Renames a file with another text to PATH.old, before `atomic_write`. Returns that path; None without one."""
     path = Path(path)
     if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") == text:
         return None

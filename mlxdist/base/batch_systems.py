@@ -22,7 +22,7 @@ _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 class SchedulerRank(NamedTuple):
-    """``size``: None where no variable has it. ``source``: the variables that were read."""
+    """A rank from a scheduler. ``size``: None where no variable gives it. ``source``: the variables read."""
 
     rank: int
     size: int | None
@@ -56,11 +56,11 @@ def scheduler_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
 
 
 def reject_launchers(environ: Mapping[str, str]) -> None:
-    """For a process that belongs to no job of mlxdist.
+    """Raises an error where another launcher has started this process, which belongs to no job of mlxdist.
 
     Raises:
         RendezvousError: another launcher has started it as one of several.
-        EnvironmentVariableError: as `scheduler_rank`.
+        EnvironmentVariableError: a variable of a scheduler is malformed, as in `scheduler_rank`.
     """
     launcher, size, source = _launcher(environ)
     if size == 1:
@@ -75,7 +75,7 @@ def reject_launchers(environ: Mapping[str, str]) -> None:
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str, int | None, str]:
-    """Its name, the number of processes that it has started, None where it does not say, and where that is from."""
+    """The launcher's name, how many processes it has started (None if unknown), and the variables that say so."""
     found = scheduler_rank(environ)
     if found is not None and found.size != 1:
         return "srun" if found.source.startswith("SLURM") else "mpirun", found.size, found.source
@@ -91,7 +91,7 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str, int | None, str]:
 
 
 def _entries(file: str) -> int:
-    """The ranks that a file of mlx.launch lists; it is empty for one."""
+    """The number of ranks that a file of mlx.launch lists. The file is empty for one rank."""
     try:
         listed = parse_json(Path(file).read_bytes() or b"[]")
     except (OSError, ValueError):

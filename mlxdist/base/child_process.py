@@ -1,6 +1,6 @@
 """The commands of processes that run code of mlxdist: helpers, agents on other hosts, ranks of benchmarks and doctor.
 
-For -m and -c, Python puts the current directory in front of its import path. Where other users may write there, their
+Python puts the current directory in front of its import path for -m and -c. Where other users may write there, their
 `typing.py` would run as this user: -P leaves the directory out. The user's own settings stay in force, such as
 PYTHONPATH (where mlxdist itself may be installed) and the user's site-packages; -I would drop both. An entry of
 PYTHONPATH that is empty, or no absolute path, is the current directory by the user's choice.
@@ -14,10 +14,10 @@ __all__ = ["code_command", "module_command"]
 
 
 def module_command(module: str, *arguments: str, python: str = "") -> list[str]:
-    """Runs a module of mlxdist. ``python``: that of another host, or empty for the interpreter of this process."""
+    """The command that runs a module of mlxdist. ``python``: the interpreter; empty for this process's own."""
     return [python or sys.executable, "-P", "-m", module, *arguments]
 
 
 def code_command(code: str, *arguments: str, python: str = "") -> list[str]:
-    """Runs a few lines of mlxdist's own code; ``python`` as of `module_command`."""
+    """The command that runs a few lines of mlxdist's own code. ``python``: see `module_command`."""
     return [python or sys.executable, "-P", "-c", code, *arguments]

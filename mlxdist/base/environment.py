@@ -57,7 +57,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """``host:port`` or ``[IPv6 address]:port`` as a pair.
 
     Raises:
-        ValueError: it is neither, or the port is not 1 to 65535. The words follow the text.
+        ValueError: it is neither, or the port is not 1 to 65535. The message follows the text.
     """
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s]+)):([0-9]{1,5})", text)
     if match is None or not 1 <= int(match[3]) <= 65535:
@@ -96,7 +96,7 @@ def _one_of(values: tuple[str, ...]) -> Parser:
 
 
 def _pairs(text: str) -> frozenset[tuple[int, int]]:
-    """Each pair both ways."""
+    """Both orders of each pair: "0-1" gives (0, 1) and (1, 0)."""
     pairs = [(int(a), int(b)) for a, b in (pair.split("-") for pair in text.split(","))]
     return frozenset(pairs) | frozenset((b, a) for a, b in pairs)
 
@@ -156,7 +156,7 @@ class Variable:
 
     @property
     def field(self) -> str:
-        """Of `Environment`."""
+        """The name of the attribute of `Environment` that holds this variable."""
         return self.name.removeprefix("MLXDIST_").lower()
 
     @property
@@ -164,7 +164,7 @@ class Variable:
         return self.parse in (_secret, _api_key)
 
     def value(self, text: str) -> Any:
-        """What ``text`` says. Raises EnvironmentVariableError: it is malformed."""
+        """The value that ``text`` stands for. Raises EnvironmentVariableError: the text is malformed."""
         try:
             return self.parse(text)
         except ValueError as error:
@@ -174,7 +174,7 @@ class Variable:
 
 
 def _of_user(meaning: str, shown: str, parse: Parser, default: Any = None, of_job: bool = False) -> Any:
-    """``shown``: the default in words, which is that of the native library where the field's is None."""
+    """A field for a variable of the user. ``shown``: its default in words, the native one if ``default`` is None."""
     about = {"meaning": meaning, "default": shown, "parse": parse, "of_job": of_job}
     return field(default=default, metadata=about, repr=parse not in (_secret, _api_key))
 
@@ -281,12 +281,12 @@ class Environment:
 
     @property
     def run(self) -> str:
-        """What all starts of a job have in common: its first name. Of a process without one, a name of its own."""
+        """The name that all starts of a job share: its first name. A process without a job gets a unique one."""
         return self.job.removesuffix(f"-{self.restart_count}" if self.restart_count else "") or _UNNAMED_RUN
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where rank 0 of a job of several ranks listens."""
+        """The host and port where rank 0 of a job of several ranks listens."""
         assert self.rendezvous is not None  # of several ranks: checked by `read`
         return self.rendezvous
 
@@ -310,7 +310,7 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def same_job(name: str, other: str) -> bool:
-    """Whether two values of MLXDIST_JOB name one job. Where each node has a launcher (--nodes), names differ a bit."""
+    """Whether two values of MLXDIST_JOB name one job. With a launcher on each node (--nodes), names vary."""
     return _common_name(name) == _common_name(other)
 
 
@@ -329,7 +329,7 @@ def _reject_unknown(environ: Mapping[str, str]) -> None:
 
 
 def _with_scheduler_rank(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """With the rank and size that mpirun or srun has given, where a job is named but no rank of it."""
+    """Adds the rank and size that mpirun or srun has given, where the variables name a job but no rank of it."""
     if "MLXDIST_RANK" in environ or "MLXDIST_RENDEZVOUS" not in environ:
         return environ
     found = scheduler_rank(environ)

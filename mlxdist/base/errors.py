@@ -65,7 +65,7 @@ class Error(RuntimeError):
 
     @property
     def operation(self) -> str | None:
-        """What that rank was doing: "all_sum"."""
+        """The operation that that rank was in, such as "all_sum"."""
         found = self._origin()
         return found and found[3]
 
@@ -168,7 +168,7 @@ def by_name(name: str) -> type[Error]:
 
 
 def located(text: str, rank: int, host: str) -> str:
-    """``text`` with the rank where it happened behind it, as the attributes of Error find it; unless it has one."""
+    """``text`` with rank and host appended as the attributes of Error read them, unless it names a rank already."""
     if _ORIGIN.search(text):
         return text
     where = f" [rank {rank} on {host}]"
@@ -177,7 +177,7 @@ def located(text: str, rank: int, host: str) -> str:
 
 
 def interruption(error: BaseException, rank: int, host: str) -> Error:
-    """The report to other ranks of ``error``, of another family, that has ended this rank."""
+    """The error that other ranks get when ``error``, which is not of this family, has ended this rank."""
     if isinstance(error, KeyboardInterrupt):
         what = "was interrupted (SIGINT)"
     elif isinstance(error, SystemExit):
@@ -189,7 +189,7 @@ def interruption(error: BaseException, rank: int, host: str) -> Error:
 
 
 def exit_status(error: SystemExit) -> int:
-    """The status with which it ends a process."""
+    """The status with which Python ends a process that raises ``error``."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
@@ -207,5 +207,5 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_have(ranks: Collection[int]) -> str:
-    """``rank 2 has``, ``ranks 2 and 3 have``."""
+    """The subject and verb of a sentence about ranks: ``rank 2 has``, ``ranks 2 and 3 have``."""
     return f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'}"

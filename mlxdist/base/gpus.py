@@ -12,7 +12,7 @@ _PROC = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class Gpu:
-    """``index``: of nvidia-smi, in the order of the PCI bus. ``uuid``: empty where the driver does not say it."""
+    """A GPU. ``index``: as in nvidia-smi, by the order of the PCI bus. ``uuid``: empty where the driver hides it."""
 
     index: int
     name: str
@@ -23,7 +23,7 @@ class Gpu:
 
 
 def visible_gpus(proc: Path = _PROC, dev: Path = Path("/dev")) -> list[Gpu]:
-    """All of this machine, whatever CUDA_VISIBLE_DEVICES says."""
+    """All GPUs of this machine, whatever CUDA_VISIBLE_DEVICES says."""
     found = []
     for index, folder in enumerate(sorted(proc.glob("*"))):
         lines = _read(folder / "information").splitlines()
@@ -36,9 +36,9 @@ def visible_gpus(proc: Path = _PROC, dev: Path = Path("/dev")) -> list[Gpu]:
 
 
 def gpu_of_rank(variables: Mapping[str, str], local_rank: int, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """The variables by which CUDA shows a rank one GPU: in turn, of those that the job may use; nothing without GPUs.
+    """The variables by which CUDA shows a rank one GPU, chosen round-robin from the job's GPUs; none without GPUs.
 
-    ``variables``: of the job. Its CUDA_VISIBLE_DEVICES names what it may use; an empty one names none.
+    ``variables``: the job's. Its CUDA_VISIBLE_DEVICES lists the GPUs that the job may use; an empty value lists none.
     """
     listed = variables.get(VISIBLE)
     names = [str(gpu.index) for gpu in gpus] if listed is None else [name for name in listed.split(",") if name]

@@ -10,14 +10,14 @@ _MAX_UUID = 64
 
 
 def host_identity() -> str:
-    """Equal for processes that share a kernel, its name and its network."""
+    """A text that is equal for processes that share a kernel, its host name and its network namespace."""
     namespace = Path("/proc/self/ns/net")  # another network namespace has other interfaces
     network = os.readlink(namespace) if namespace.exists() else ""
     return f"{os.uname().nodename} {boot_identity()} {network}"
 
 
 def boot_identity() -> str:
-    """The same for all processes of one machine from its start to the next; "" where the system has none."""
+    """A text that all processes of one machine share from one boot to the next; "" where the system has none."""
     if sys.platform == "darwin":
         return _boot_session()
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -25,7 +25,7 @@ def boot_identity() -> str:
 
 
 def _boot_session() -> str:
-    """macOS has it as a text in its table of settings; see sysctlbyname(3)."""
+    """The kernel's identifier of this boot, a text that macOS keeps as a sysctl; see sysctlbyname(3)."""
     import ctypes  # only here: the launcher starts without
 
     text = ctypes.create_string_buffer(_MAX_UUID)

@@ -17,9 +17,9 @@ _NO_ROUTE = "No route to host"  # EHOSTUNREACH, as ssh prints it
 
 
 def hint(failure: OSError | str) -> str:
-    """What to add to a failed connection to another host: nothing where this cannot be the cause.
+    """The advice to append to a failed connection to another host; empty where this cannot be the cause.
 
-    ``failure``: of the connection, or what ssh said of it.
+    ``failure``: the error of the connection, or the text that ssh printed about it.
     """
     is_unreachable = _NO_ROUTE in failure if isinstance(failure, str) else failure.errno == errno.EHOSTUNREACH
     if sys.platform != "darwin" or not is_unreachable:

@@ -1,7 +1,7 @@
 """The log of the Python code: MLXDIST_DEBUG, MLXDIST_DEBUG_FILE. docs/debugging.md is for users.
 
 The engine has its own writer (native/transport/debug.h), with the same levels, subsystems and format: the lines of both
-may go to the same file. One line:
+may go to the same file. A line looks like this:
 
     12:34:56.789012 mlxdist rank 1 pid 4711 warn rendezvous: rank 0 has died or closed its connection
 """
@@ -22,7 +22,7 @@ _WARN, _INFO, _TRACE = (DEBUG_LEVELS.index(level) for level in ("warn", "info", 
 
 
 class _Output:
-    """Where the lines of this process go, and which are wanted."""
+    """The destination of this process's log lines, and the level and subsystems that are selected."""
 
     def __init__(self) -> None:
         self.level = _WARN
@@ -49,7 +49,7 @@ _output = _Output()
 
 
 def open_output(environment: Environment) -> int:
-    """What the environment says holds from now on. The descriptor of the file, or -1 where there is none.
+    """Applies the variables of ``environment`` to the log. Returns the descriptor of its file, or -1 without one.
 
     Raises:
         OSError: the file cannot be written.

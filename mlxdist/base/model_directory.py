@@ -15,7 +15,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def find_model(model: str, directory: str = "") -> Path | None:
-    """The path ``model``, relative to ``directory``, or what the local cache has under that name, or ``None``."""
+    """The path ``model``, relative to ``directory``; else the entry of that name in the local cache; else ``None``."""
     path = Path(directory, os.path.expanduser(model))
     if path.exists():
         return path
@@ -47,7 +47,7 @@ def model_directory(model: str | Path | None) -> Path:
 
 
 def _cache() -> Path:
-    """As ``huggingface_hub`` finds it."""
+    """The directory of Hugging Face's local cache, found by the same variables that ``huggingface_hub`` reads."""
     variables = os.environ
     caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")

@@ -14,7 +14,7 @@ __all__ = ["OUTPUT_FILE", "is_written", "try_to_open"]
 
 
 class _OutputFile(UserPath):
-    """A file that can be written, as far as that is known beforehand; else a usage error."""
+    """A file that can be written, as far as a test beforehand shows; any other one is a usage error."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -34,8 +34,8 @@ OUTPUT_FILE = _OutputFile()
 
 
 def is_written(path: Path, content: str | Callable[[Path], object]) -> bool:
-    """Whether the text, or what ``content(path)`` writes, is in the file; if not, an error is printed, and the caller
-    goes on: there is more to show."""
+    """Writes the text, or calls ``content(path)`` to write it, and returns whether that worked. On failure it prints an
+    error and returns, because a command may have more results to show."""
     try:
         if isinstance(content, str):
             atomic_write(path, content)
@@ -48,7 +48,7 @@ def is_written(path: Path, content: str | Callable[[Path], object]) -> bool:
 
 
 def try_to_open(path: Path) -> None:
-    """Leaves the file as it is, or none where there was none. Raises OSError."""
+    """Raises OSError if the file cannot be written. Leaves it unchanged, and leaves no file where there was none."""
     if path.is_file():
         os.close(os.open(path, os.O_WRONLY))
     elif not path.exists():  # opening a pipe would wait for its reader, and closing it would end it

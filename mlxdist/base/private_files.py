@@ -39,7 +39,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def is_private_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a directory, and no link, of this user."""
+    """Whether the path is a directory of this user, and no symbolic link."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -48,7 +48,7 @@ def is_private_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def make_private_directory(path: Path) -> bool:
-    """Makes it, if need be, with mode 0700. False: something else has its name.
+    """Makes the directory with mode 0700 if it is missing. Returns False if something else has its name.
 
     Raises:
         OSError: it cannot be made.

@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorLayout(Protocol):
-    """What places the bytes of a tensor: from ``offset`` on, row by row."""
+    """Where the bytes of a tensor lie in a file: from ``offset`` on, row by row."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -45,7 +45,7 @@ class TensorLayout(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: ``file``, and the place of its first byte in it."""
+    """Where a tensor lies: in ``file``, its first byte at ``offset``."""
 
     name: str
     file: "WeightFile"
@@ -66,7 +66,7 @@ class StoredTensor:
         self.file.read_runs(runs(self, axis, slices, start, start + len(memory)), memory)
 
     def release(self) -> None:
-        """Nothing is kept between two reads."""
+        """Does nothing: no data is kept between two reads."""
 
 
 @dataclass
@@ -104,18 +104,18 @@ class WeightFile:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes for all that the header says, and the size of the file."""
+        """A digest of 16 bytes over the header and the size of the file."""
         return hashlib.blake2b(self.header + self.size.to_bytes(8, "little"), digest_size=16).digest()
 
     def damaged(self, what: str) -> Exception:
         return self.unusable(f"is damaged: {what}; copy or download it again")
 
     def unusable(self, what: str) -> Exception:
-        """``what`` goes on after the name of the file."""
+        """The error for this file. ``what`` continues a sentence that begins with the name of the file."""
         return InvalidArgument(f"{self.path} {what}")
 
     def read_runs(self, runs: Iterable[tuple[int, int]], memory: memoryview) -> None:
-        """Fills ``memory`` with ``runs``, which are pairs of a place in the file and a number of bytes."""
+        """Fills ``memory`` with the bytes of ``runs``: pairs of an offset in the file and a number of bytes."""
         filled = 0
         with self._open() as file:
             for offset, length in runs:
@@ -179,7 +179,7 @@ class WeightFile:
         return tensor
 
     def _require_no_overlap(self, tensors: dict[str, StoredTensor]) -> None:
-        """The format has neither overlaps nor gaps."""
+        """Raises an error for tensors that overlap or leave a gap, which the format excludes."""
         end, before = len(self.header), "the header"
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset != end:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file that is read and written where MLXDIST_TUNING_FILE names no other."""
+    """The path that is read and written where MLXDIST_TUNING_FILE names no other file."""
     return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mlxdist" / "tuning.json"
 
 
@@ -93,7 +93,7 @@ def update(path: Path, sections: Mapping[str, Any]) -> None:
 
 
 def _lines(value: Any) -> str:
-    """JSON with one element of a list per line, unlike that of json.dumps."""
+    """JSON text with one element of a list per line, which json.dumps cannot write."""
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"

@@ -1,7 +1,7 @@
 """Checks of JSON from a file or from another host, which any program may have written.
 
-What comes out has only known types, numbers within bounds, and text that cannot steer a terminal. A check takes the
-name and the value, and returns it or raises ValueError.
+The checked values have only known types, numbers within bounds, and text that cannot steer a terminal. A check takes
+the name and the value, and returns it or raises ValueError.
 """
 
 import functools
@@ -91,7 +91,7 @@ def text(most: int = 256) -> Check:
 
 
 def plain_text(most: int, steering: str = "\n\t") -> Check:
-    """The text itself; what `text` would change is an error. ``steering``: allowed besides what can be printed."""
+    """A check for text that `text` would not change. ``steering``: the control characters that it may have."""
 
     def check(name: str, value: Any) -> str:
         if type(value) is not str or len(value) > most or not all(c.isprintable() or c in steering for c in value):
@@ -116,12 +116,12 @@ def one_of(choices: Collection[str]) -> Check:
 
 
 def as_text(name: str, value: Any) -> str:
-    """Whatever it is, whole and as it is: not yet for a terminal."""
+    """Any value as text, complete and unchanged: it may still have characters that steer a terminal."""
     return str(value)
 
 
 def printable(value: str) -> str:
-    """Without what steers a terminal."""
+    """The text with "?" in place of each character that cannot be printed, such as those that steer a terminal."""
     return "".join(c if c.isprintable() else "?" for c in value)
 
 
@@ -167,12 +167,12 @@ def fields_of(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
 
 
 def object_of(checks: Mapping[str, Check] | type) -> Check:
-    """With these fields, or those of a dataclass, which it becomes; what else it has is dropped."""
+    """A check for an object with these fields, or those of a dataclass, which it becomes; other fields are dropped."""
     return lambda name, value: build(checks, value) if isinstance(checks, type) else fields_of(checks, value)
 
 
 def checked(check: Check, default: Any = MISSING) -> Any:
-    """A field of a dataclass, for `build`. Each object has a copy of a dict that is the ``default``."""
+    """A field of a dataclass that `build` checks with ``check``. Each object has a copy of a dict that is the ``default``."""
     metadata = {"check": check}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -183,7 +183,7 @@ _T = TypeVar("_T")
 
 
 def build(kind: Callable[..., _T], value: Any) -> _T:
-    """A dataclass from JSON whose keys are its fields. Raises ValueError."""
+    """Builds a dataclass from JSON whose keys are its fields. Raises ValueError: the JSON does not fit the fields."""
     return kind(**fields_of(checks_of(kind), value))
 
 

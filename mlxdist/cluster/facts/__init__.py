@@ -1,1 +1,1 @@
-"""What a host reports about itself, collected once by collect.py; config, devices, doctor and benchmarks read it."""
+"""The facts that a host reports about itself, collected by collect.py for config, devices, doctor and benchmarks."""

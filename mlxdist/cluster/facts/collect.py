@@ -89,7 +89,7 @@ main "$@"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host reports. None and empty: not known, because the system has no such thing, or does not say."""
+    """The facts that one host reports. None and empty mean unknown: the system has no such value, or hides it."""
 
     name: str = "localhost"  # what ssh connects to
     system: str = "Linux"  # "Darwin" or "Linux"
@@ -134,7 +134,7 @@ class HostFacts:
 
 
 def collect_hosts(names: Sequence[str], ssh_config: SshConfig) -> tuple[list[HostFacts], dict[str, str]]:
-    """Facts of the hosts that respond, with those for `mlxdist config`; for each other host what is wrong."""
+    """Returns the facts of the hosts that respond, as `mlxdist config` needs them, and by host why others have none."""
     found, wrong = [], {}
     for result in run_everywhere(names, ["sh", "-s", "setup"], ssh_config, input=_SCRIPT, seconds=_SECONDS):
         try:
@@ -146,15 +146,15 @@ def collect_hosts(names: Sequence[str], ssh_config: SshConfig) -> tuple[list[Hos
 
 @functools.cache
 def collect_here() -> HostFacts:
-    """Facts of this machine, as of the first call; those that the script has printed in time."""
+    """Facts of this machine at the first call, as many as the script prints before its time limit."""
     result = run("localhost", ["/bin/sh", "-s"], input=_SCRIPT, seconds=_SECONDS)
     facts = _facts("localhost", _sections(result.output), platform.system())
     return replace(facts, architecture=platform.machine())  # of this Python, which may be for another processor
 
 
 def read_facts(name: str, text: str) -> HostFacts:
-    """What the script printed on a host. Raises InvalidArgument: it did not come to its end, or this is neither macOS
-    nor Linux."""
+    """Parses the output of the script on a host. Raises InvalidArgument: the output stops before its end, or the host
+    runs neither macOS nor Linux."""
     sections = _sections(text)
     if "end" not in sections:
         raise InvalidArgument(f"{name} printed only a part of its facts")
@@ -167,20 +167,20 @@ def read_facts(name: str, text: str) -> HostFacts:
 
 
 def output_of(*command: str, seconds: float = _COMMAND_SECONDS) -> str:
-    """What a command of this machine prints; empty where there is none, or where it fails or hangs."""
+    """The output of a command on this machine; empty where the command is missing, fails or exceeds its time limit."""
     # ssh gives a shell that is not for logging in a PATH without those of the administrator.
     words = ["/bin/sh", "-c", 'export PATH=$PATH:/usr/sbin:/sbin LC_ALL=C; exec "$@"', "sh", *command]
     return run("localhost", words, seconds=seconds).output
 
 
 def _sections(text: str) -> dict[str, str]:
-    """What each command of the script printed. What the start files of a shell print stands before the first mark."""
+    """The output of each command of the script, by name. Output of shell startup files precedes the first mark."""
     marks = re.split(r"^@mlxdist:(.*)\n", text[:_MAX_BYTES], flags=re.MULTILINE)
     return dict(zip(marks[1::2], marks[2::2]))
 
 
 class _Output(dict[str, str]):
-    """What the commands of the script printed; empty for one that was not run."""
+    """The output of the script's commands, by name; empty for a command that was not run."""
 
     def __missing__(self, section: str) -> str:
         return ""

@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Interface:
-    """``members``: of a bridge."""
+    """A network interface. ``members``: the interfaces in it, if it is a bridge."""
 
     name: str
     up: bool = True
@@ -51,7 +51,7 @@ def hardware_ports(text: str) -> dict[str, str]:
 
 
 def macos_interfaces(text: str) -> tuple[Interface, ...]:
-    """`ifconfig -a`."""
+    """The interfaces in the output of `ifconfig -a`."""
     found = []
     for part in re.split(r"^(?=[A-Za-z][\w.-]*: flags=)", text, flags=re.MULTILINE):
         if not (head := re.match(r"([A-Za-z][\w.-]*): flags=[0-9a-fA-F]*<([A-Z0-9,]*)>", part)):
@@ -64,7 +64,7 @@ def macos_interfaces(text: str) -> tuple[Interface, ...]:
 
 
 def linux_interfaces(text: str) -> tuple[Interface, ...]:
-    """`ip -json addr`."""
+    """The interfaces in the output of `ip -json addr`."""
     found = []
     for entry in _objects(text):
         if isinstance(entry.get("ifname"), str):
@@ -85,7 +85,7 @@ def default_interface(text: str) -> str:
 
 
 def services(text: str, details: Mapping[str, str]) -> tuple[Service, ...]:
-    """`networksetup -listnetworkserviceorder`, and by the name of each what `networksetup -getinfo` says of it."""
+    """The services that `networksetup -listnetworkserviceorder` lists. ``details``: their `-getinfo`, by name."""
     entries = re.findall(r"^\((\d+|\*)\) (.+)\n\(Hardware Port: (.*), Device: ?(\S*)\)$", text, re.MULTILINE)
     return tuple(
         Service(name, port, interface, number != "*", *_settings(details.get(name, "")))
@@ -112,7 +112,7 @@ def _interface(address: Any, mask: Any) -> IPv4Interface | None:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """Those of a list that `ip -json` prints; none where this is another text."""
+    """The objects of a list that `ip -json` prints; none where the text is something else."""
     try:
         return dicts(parse_json(text, repeated=True))
     except ValueError:

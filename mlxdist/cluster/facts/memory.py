@@ -21,9 +21,9 @@ _VERSIONS = (
 
 
 def memory_now() -> Memory:
-    """Of this machine, or of the container or SLURM job that this process is in, where that has less.
+    """Memory of this machine, or of this process's container or SLURM job where that has less.
 
-    It reads a few files on Linux (0.1 ms) and starts ``vm_stat`` on a Mac (some ms).
+    Reads a few files on Linux (0.1 ms), and starts ``vm_stat`` on a Mac (some ms).
     """
     if sys.platform == "darwin":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -45,6 +45,7 @@ def cgroup_memory(mounted: Path, own: str) -> Memory:
     for directory, (_, limit, used, reclaimable) in _groups(mounted, own):
         text = _text(directory / limit)
         if text.isdecimal():  # not "max"
+            # A group's usage counts the page cache, which the kernel frees before it ends a process.
             cache = re.search(reclaimable, _text(directory / "memory.stat"), re.MULTILINE)
             left = int(text) - int(_text(directory / used) or 0) + (int(cache[1]) if cache else 0)
             total, available = _least(total, int(text)), _least(available, max(0, left))
@@ -52,7 +53,7 @@ def cgroup_memory(mounted: Path, own: str) -> Memory:
 
 
 def _groups(mounted: Path, own: str) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """From the group of the process outwards. In a container, the path may be that of the host, which is not there."""
+    """Control groups from that of the process outwards. A container may see a path of its host that it lacks."""
     for version in _VERSIONS:
         controller = version[0]
         found = re.search(rf"^\d+:{controller}:(/.*)$", own, re.MULTILINE)

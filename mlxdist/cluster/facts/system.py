@@ -23,7 +23,7 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes; None where the system does not say. ``wired_limit``: what the GPU of a Mac may have."""
+    """Memory in bytes; None where the system does not report it. ``wired_limit``: the limit for a Mac's GPU."""
 
     total: int | None = None
     available: int | None = None
@@ -31,7 +31,7 @@ class Memory:
 
 
 def settings(text: str) -> dict[str, str]:
-    """`sysctl NAME`, `sw_vers`: lines of ``name: value``."""
+    """Lines of ``name: value``, as `sysctl NAME` and `sw_vers` print them."""
     return dict(re.findall(r"^([\w.]+):\s*(.*?)\s*$", text, re.MULTILINE))
 
 
@@ -41,10 +41,10 @@ def dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def macos_version(release: str) -> tuple[int, int] | None:
-    """Of the kernel's ``uname -r``, which is the same for every program: (26, 3) for "25.3.0".
+    """The version of macOS by the kernel's ``uname -r``, which every program sees alike: (26, 3) for "25.3.0".
 
-    ``platform.mac_ver()`` is not: a Python that was linked with an SDK before 26 may read 16.3 there. Darwin's number
-    was that of macOS and 9 up to macOS 15, one less in macOS 26, and is the same since macOS 27; minor numbers agree.
+    ``platform.mac_ver()`` depends on the program: a Python linked with an SDK before 26 may get 16.3 there. Darwin's
+    number was macOS's plus 9 up to macOS 15, minus 1 in macOS 26, and is the same since macOS 27; minor numbers agree.
     """
     found = re.match(r"(\d+)\.(\d+)\b", release)
     if not found:
@@ -63,7 +63,7 @@ def macos_memory(statistics: str, sysctl: Mapping[str, str]) -> Memory:
 
 
 def vm_statistics(text: str) -> int | None:
-    """`vm_stat`: bytes that are available without paging anything out."""
+    """The bytes in the output of `vm_stat` that are available without paging anything out."""
     page = re.search(r"page size of (\d+) bytes", text)
     pages = dict(re.findall(r"^Pages ([\w -]+):\s+(\d+)\.", text, re.MULTILINE))
     kinds = [int(pages[kind]) for kind in ("free", "inactive", "speculative", "purgeable") if kind in pages]
@@ -71,25 +71,25 @@ def vm_statistics(text: str) -> int | None:
 
 
 def linux_memory(meminfo: str, limit: str) -> Memory:
-    """/proc/meminfo, and the limit of a container, /sys/fs/cgroup/memory.max."""
+    """Memory by /proc/meminfo and by /sys/fs/cgroup/memory.max, the limit of a container."""
     found = {name: int(size) << 10 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
     sizes = (found.get("MemTotal"), found.get("MemAvailable"))
     return Memory(*(min(size, int(limit)) if size is not None and limit.isdecimal() else size for size in sizes))
 
 
 def lockable_memory(limit: str, capabilities: str) -> int | None:
-    """`ulimit -l`; None where there is no limit, or where it does not hold for this user (/proc/self/status)."""
+    """Bytes by `ulimit -l`; None without a limit, or where it does not apply to this user (/proc/self/status)."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", capabilities, re.MULTILINE)
     is_exempt = bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
     return int(limit) << 10 if limit.isdecimal() and not is_exempt else None
 
 
 def power_settings(text: str) -> dict[str, int]:
-    """`pmset -g`: {"sleep": 1, "SleepDisabled": 0}, minutes for times."""
+    """The settings in the output of `pmset -g`: {"sleep": 1, "SleepDisabled": 0}, with times in minutes."""
     return {name: int(value) for name, value in re.findall(r"^\s*(\w+)\s+(\d+)\b", text, re.MULTILINE)}
 
 
 def rdma_ctl_state(text: str) -> str | None:
-    """`rdma_ctl status`."""
+    """The state that `rdma_ctl status` prints."""
     found = re.search(r"\b(enabled|disabled)\b", text, re.IGNORECASE)
     return found[1].lower() if found else None

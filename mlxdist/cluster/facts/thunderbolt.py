@@ -23,7 +23,7 @@ _MAX_NAME = 80
 
 @dataclass(frozen=True)
 class Peer:
-    """Another computer at the far end. ``hubs``: what is in between."""
+    """Another computer at the far end of a cable. ``hubs``: the hubs on the way to it."""
 
     uuid: str
     name: str = ""
@@ -32,7 +32,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Receptacle:
-    """``number`` is that of "Thunderbolt 3". Where nothing is plugged in, ``speed`` is what it can do itself."""
+    """A Thunderbolt receptacle. ``number``: "3" of "Thunderbolt 3". ``speed``: the maximum where it is empty."""
 
     number: str
     speed: int | None  # Gbit/s
@@ -44,8 +44,8 @@ class Receptacle:
 
 
 def read_receptacles(text: str, ports: Mapping[str, str] = {}) -> tuple[Receptacle, ...]:
-    """In the order of their numbers. ``ports``: the interface of each hardware port. Raises InvalidArgument: this is
-    not what system_profiler prints."""
+    """Receptacles in the order of their numbers. ``ports``: the interface of each hardware port, by name. Raises
+    InvalidArgument: ``text`` is not the output of system_profiler."""
     try:
         buses = parse_json(text, repeated=True)["SPThunderboltDataType"]
     except (ValueError, KeyError, TypeError):
@@ -70,7 +70,7 @@ def _of_bus(bus: dict[str, Any], ports: Mapping[str, str]) -> list[Receptacle]:
 
 
 def _number(tag: dict[str, Any], bus: dict[str, Any]) -> str:
-    """Where the tag does not say it: bus 0 has receptacle 1 on every Mac with Apple silicon."""
+    """The number in the tag. Where it has none, bus 0 has receptacle 1, as on every Mac with Apple silicon."""
     number = tag.get("receptacle_id_key")
     if isinstance(number, str) and re.fullmatch(r"[0-9]{1,3}", number, re.ASCII):
         return number
@@ -84,7 +84,7 @@ def _speed(tag: dict[str, Any]) -> int | None:
 
 
 def _plugged_in(bus: dict[str, Any]) -> tuple[tuple[Peer, ...], tuple[str, ...]]:
-    """A computer has a domain of its own; hubs, displays and disks belong to the one that they are plugged into."""
+    """The computers and the other devices on a bus. Only a computer has a domain of its own, with its UUID."""
     peers: list[Peer] = []
     others: list[str] = []
     waiting: list[tuple[dict[str, Any], tuple[str, ...]]] = [(item, ()) for item in dicts(bus.get("_items"))]

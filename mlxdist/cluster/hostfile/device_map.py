@@ -41,7 +41,7 @@ class DeviceMap:
 
 
 class MalformedMap(ValueError):
-    """What is wrong with a map, without its name. ``row``: the number of the host it is about, if of one."""
+    """A malformed device map. The text does not name the map. ``row``: the number of the host at fault, if known."""
 
     def __init__(self, text: str, row: int | None = None) -> None:
         super().__init__(text)
@@ -87,7 +87,7 @@ def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 def _host(number: int, entry: Any) -> str:
-    """What the host is called in messages."""
+    """The name of a host for messages."""
     name = entry.get("ssh") or entry.get("host") if isinstance(entry, dict) else None
     return f"host {number} ({name:.100})" if isinstance(name, str) else f"host {number}"
 

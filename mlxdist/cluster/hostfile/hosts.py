@@ -40,7 +40,7 @@ MAX_MEASURED = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
 
 @dataclass(frozen=True)
 class Measured:
-    """What `mlxdist calibrate` has found out about a host. GB are 10^9 bytes."""
+    """The measurements of a host by `mlxdist calibrate`. GB are 10^9 bytes."""
 
     tflops: float  # of the fastest matrix product, 10^12 operations a second
     memory_gbps: float  # GB/s at which a product of one row reads its weights, as in decoding
@@ -94,7 +94,7 @@ class Hostfile:
         return replace(self, hosts=tuple(merged))
 
     def only(self, names: Sequence[str]) -> "Hostfile":
-        """These of its hosts; of a device map their rows and columns. A ring of cables without one of them is none."""
+        """The hosts with these names, and their rows and columns of a device map. A ring that loses a host is dropped."""
         kept = [i for i, host in enumerate(self.hosts) if host.name in names]
         hosts = [self.hosts[i] for i in kept]
         hosts = [replace(host, rdma=tuple(host.rdma[j] for j in kept)) if host.rdma else host for host in hosts]
@@ -116,14 +116,14 @@ class Hostfile:
         return self._with_slots([each] * len(self.hosts))
 
     def with_one_rank_each(self) -> "Hostfile":
-        """One rank on each host, whatever its slots."""
+        """A hostfile with one rank on each host, whatever its slots."""
         return self._with_slots([1] * len(self.hosts))
 
     def for_mlxdist(self) -> "Hostfile":
-        """For ranks that mlxdist joins: all have to reach rank 0, and not only their neighbours.
+        """The hostfile for ranks that mlxdist joins: all must reach rank 0, and not only their neighbors.
 
-        The addresses of a hostfile for MLX's ring are those by which the host before reaches each, so in a ring of
-        more than two the others may not; then the address is taken that ssh has used.
+        A hostfile for MLX's ring gives each host the addresses by which the previous host reaches it. In a ring of more
+        than two hosts, others may not reach it there, so the addresses are dropped, and the one that ssh used is taken.
         """
         hosts = self.hosts
         if self.backend == "ring" and len(hosts) > 2:
@@ -137,12 +137,12 @@ class Hostfile:
 
 
 def ring_topology(ranks: int) -> str:
-    """The setting for a ring: each rank is adjacent to the one before it and the one after it."""
+    """The MLXDIST_TOPOLOGY setting for a ring: each rank is adjacent to the previous and the next rank."""
     return f"{_TOPOLOGY}={','.join(f'{rank}-{(rank + 1) % ranks}' for rank in range(ranks))}"
 
 
 class Problems:
-    """What is wrong with a file: everything, not the first thing only, each with its line."""
+    """Errors and warnings of a file. All of them are collected, not only the first, each with its line."""
 
     LIMIT = 20
 
@@ -157,7 +157,7 @@ class Problems:
         self.warnings.append((line, text))
 
     def check_hosts(self, hosts: list[Host], repeated: bool) -> None:
-        """What holds for all formats. ``repeated``: a host may stand there once for each of its ranks."""
+        """Checks what all formats require. ``repeated``: a host may be listed once for each of its ranks."""
         if not hosts and not self.errors:
             self.error(1, "there is no host in it")
         if sum(host.slots for host in hosts) > MAX_RANKS:
@@ -177,7 +177,7 @@ class Problems:
 
 
 def check_name(name: object) -> str | None:
-    """What is wrong with the name of a host, in words."""
+    """Why a host's name is malformed; None if it is not."""
     if not isinstance(name, str):
         return f"a host's name must be text, not {name!r:.80}"
     if not name:
@@ -190,7 +190,7 @@ def check_name(name: object) -> str | None:
 
 
 def check_address(address: object) -> str | None:
-    """What is wrong with an IP address, in words."""
+    """Why an IP address is malformed; None if it is not."""
     try:
         if not isinstance(address, str):
             raise ValueError
@@ -201,14 +201,14 @@ def check_address(address: object) -> str | None:
 
 
 def check_variable(setting: object) -> str | None:
-    """What is wrong with NAME=VALUE, in words."""
+    """Why a NAME=VALUE setting is malformed; None if it is not."""
     if not isinstance(setting, str) or not _VARIABLE.fullmatch(setting):
         return f"{setting!r:.80} sets no environment variable; write NAME=VALUE"
     return None
 
 
 def check_measurement(name: str, value: object) -> str | None:
-    """What is wrong with one measurement of a host, in words."""
+    """Why one measurement of a host is invalid; None if it is valid."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_MEASURED[name]:
         return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MAX_MEASURED[name]:g}"
     return None

@@ -48,7 +48,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class HostSelection:
-    """What the user has chosen."""
+    """The hosts that the user has selected, and how to reach them."""
 
     hostfile: Hostfile | None = None  # None where neither --hostfile nor --hosts is given, so for this machine alone
     ssh: tuple[str, ...] = ("ssh",)  # the words of the command that reaches other hosts
@@ -118,7 +118,7 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
 
 
 def _mlx_hostfile() -> str | None:
-    """The user's MLX_HOSTFILE. In a rank of MLX it is not the user's, but its launcher's."""
+    """The value of the user's MLX_HOSTFILE. In a rank of MLX, the launcher has set it, so it is ignored."""
     file = None if "MLX_RANK" in os.environ else os.environ.get("MLX_HOSTFILE")
     if file:
         click.echo(f"hosts of {file} (MLX_HOSTFILE)", err=True)
@@ -126,13 +126,13 @@ def _mlx_hostfile() -> str | None:
 
 
 def _installed_python() -> str:
-    """The link to an environment by `mlxdist config --install`: its directory has another name on each host."""
+    """The link to an environment of `mlxdist config --install`, whose directory is named differently on each host."""
     link, _, suffix = sys.prefix.rpartition(".")
     return f"{link}/bin/python" if len(suffix) == 6 and os.path.islink(link) else ""
 
 
 def _lines(hosts: str) -> str:
-    """What --hosts says, as lines of a hostfile. A name that is repeated stands for as many ranks, as in mlx.launch."""
+    """The value of --hosts as lines of a hostfile. Repeating a name adds a rank there, as in mlx.launch."""
     counted = [(name, len(list(same))) for name, same in itertools.groupby(hosts.split(","))]
     return "\n".join(name if count == 1 else f"{name} slots={count}" for name, count in counted)
 

@@ -81,7 +81,7 @@ def _read_lines(text: str, problems: Problems) -> _Found:
 
 
 def _split_slots(word: str) -> tuple[str, str | None]:
-    """``host:N``. More than one colon is an IPv6 address, which stands in brackets where N follows."""
+    """Name and number of ``host:N``. More than one colon is an IPv6 address, in brackets where N follows."""
     if word.startswith("["):
         name, _, slots = word[1:].partition("]")
         return name, slots[1:] if slots.startswith(":") else None if not slots else slots
@@ -90,7 +90,7 @@ def _split_slots(word: str) -> tuple[str, str | None]:
 
 
 def _which_number(word: str, name: str, number: str) -> str:
-    """MPICH's file has ranks behind the colon and no users; with a user it reads as a port of ssh."""
+    """The error for ``user@host:N``. MPICH's format has ranks after the colon and no users; N may be ssh's port."""
     return (
         f"{word!r:.80}: is {number:.20} a number of ranks or the port of ssh? For ranks write `{name:.80} "
         f"slots={number:.20}`; for a port write `Port {number:.20}` in ~/.ssh/config, and no number here"
@@ -163,7 +163,7 @@ def _entry(entry: Located, problems: Problems) -> Host:
 
 
 def _ring_entry(entry: Located, problems: Problems) -> Host:
-    """["ip:port", ...], as MLX's ring reads it."""
+    """The host of one rank, from its addresses ["ip:port", ...] in a hostfile for MLX's ring."""
     ips, ports = [], []
     for item in entry.value:
         match = _ADDRESS.fullmatch(item.value) if isinstance(item.value, str) else None

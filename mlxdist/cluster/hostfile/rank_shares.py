@@ -20,13 +20,13 @@ MEASUREMENTS = {
 
 
 def measured_hosts() -> dict[str, Measured]:
-    """By name, what the tuning file says of hosts. Raises InvalidArgument: the file is malformed."""
+    """The measurements in the tuning file, by host name. Raises InvalidArgument: the file is malformed."""
     path = tuning_file.find(tuning_file.setting())
     return {} if path is None else tuning_file.read_section(path, "hosts", check_hosts, {})
 
 
 def check_hosts(value: Any) -> dict[str, Measured]:
-    """Raises ValueError for what are no measurements of hosts."""
+    """Checks measurements of hosts and returns them by name. Raises ValueError: ``value`` has anything else."""
     hosts = map_of(lambda _, host: host, MAX_HOSTS)("hosts", value)
     return {name: _measured(name, host) for name, host in hosts.items()}
 
@@ -41,11 +41,11 @@ def _measured(name: str, value: Any) -> Measured:
 
 
 def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured] | None = None) -> list[float]:
-    """The speed of each rank relative to the slowest, 1.0: what its host reaches, divided by the ranks there.
+    """The speed of each rank relative to the slowest one (1.0): its host's measurement over the number of ranks there.
 
     Args:
         by: "memory" for decoding, "compute" for prompts and training.
-        measured: of each host; by default what the tuning file says.
+        measured: the measurements of each host, by name; by default those in the tuning file.
 
     Raises:
         InvalidArgument: no such measurement, or not all hosts are measured.
@@ -74,5 +74,5 @@ def rank_share_variables(hostfile: Hostfile) -> dict[str, str]:
 
 
 def _ranks_on(host: Host, hostfile: Hostfile) -> int:
-    """JSON may repeat a host for each of its ranks."""
+    """The number of ranks on a host, over all its entries: JSON may repeat a host for each of its ranks."""
     return sum(other.slots for other in hostfile.hosts if other.name == host.name)

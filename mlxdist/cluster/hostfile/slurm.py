@@ -1,4 +1,4 @@
-"""What SLURM says about its hosts: compact lists such as ``node-[21,23-26],login``, and tasks per node."""
+"""SLURM's descriptions of its hosts: compact lists such as ``node-[21,23-26],login``, and tasks per node."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def _items(nodes: str) -> Iterator[str]:
-    """What commas outside of brackets separate."""
+    """The items of a host list, which commas outside of brackets separate."""
     depth = begin = 0
     for at, letter in enumerate(nodes + ","):
         depth += (letter == "[") - (letter == "]")
@@ -49,7 +49,7 @@ def _items(nodes: str) -> Iterator[str]:
 
 
 def _expand_item(item: str, nodes: str) -> Iterator[str]:
-    """One item, its first bracket first: names come in the order of the numbers."""
+    """The names that one item stands for. The first bracket varies slowest, so names are in numeric order."""
     before, bracket, rest = item.partition("[")
     if not bracket:
         if wrong := check_name(item):
@@ -74,8 +74,8 @@ def _numbers(inside: str, nodes: str) -> Iterator[str]:
 
 
 def tasks_per_node(tasks: str, nodes: int) -> list[int]:
-    """SLURM_TASKS_PER_NODE: ``4``, ``2(x3),1``; one number for each of ``nodes`` hosts. Raises InvalidArgument:
-    malformed, or for another number of hosts."""
+    """The tasks on each of ``nodes`` hosts, from SLURM_TASKS_PER_NODE: ``4``, ``2(x3),1``. Raises InvalidArgument: the
+    text is malformed, or is for another number of hosts."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = _TASKS.fullmatch(part)

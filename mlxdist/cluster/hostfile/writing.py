@@ -18,10 +18,10 @@ _FIRST_PORT = 32323  # MLX's launcher begins there, too
 def write(hostfile: Hostfile, format: str) -> str:
     """The text of ``hostfile`` in ``format``: json, slots, colon or ring.
 
-    What it has no place for is an error, but for what `left_out` lists.
+    Content that the format cannot hold is an error, except what `left_out` lists.
 
     Raises:
-        InvalidArgument: no such format, or it has no place for something that the hostfile says.
+        InvalidArgument: there is no such format, or it cannot hold something in the hostfile.
     """
     if format not in FORMATS:
         raise InvalidArgument(f"a hostfile has one of the formats {', '.join(FORMATS)}, not {format!r:.80}")
@@ -35,8 +35,8 @@ def write(hostfile: Hostfile, format: str) -> str:
 
 
 def left_out(hostfile: Hostfile, format: str) -> list[str]:
-    """The content that `write` leaves out: of a ring the ports, which are free to be others; for a ring, which is made
-    of addresses alone, all else."""
+    """The content that `write` silently leaves out: for a ring, which lists addresses alone, all other fields; for
+    other formats, the ports of a ring, which may change."""
     if format == "ring":
         return _lost(hostfile, format)
     return ["the ports"] if any(host.ports for host in hostfile.hosts) else []
@@ -69,7 +69,7 @@ def _entry(host: Host) -> dict[str, Any]:
 
 
 def _ring(hostfile: Hostfile) -> str:
-    """What MLX's ring reads from MLX_HOSTFILE: addresses and ports of each rank."""
+    """The lists that MLX's ring reads from MLX_HOSTFILE: addresses and ports of each rank."""
     rows: list[list[str]] = []
     for host in hostfile.hosts:
         if not host.ips:

@@ -30,8 +30,8 @@ class Link:
 
 
 def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
-    """One link for each cable that has interfaces. What can be kept is kept, so a second time changes nothing. Raises
-    InvalidArgument: ``within`` has too few subnets left."""
+    """One link for each cable that has interfaces. Addresses that fit are kept, so a second run changes nothing. Raises
+    InvalidArgument: ``within`` has too few free subnets."""
     cables = [cable for cable in topology.cables if cable.a.interface and cable.b.interface]
     ends = {(end.host, end.interface) for cable in cables for end in (cable.a, cable.b)}
     taken = [
@@ -56,7 +56,7 @@ def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: 
 
 
 def _present(machines: Sequence[HostFacts], cable: Cable) -> Link | None:
-    """Both ends have an address of one subnet."""
+    """The link of a cable whose two ends already have addresses in one subnet; None for any other cable."""
     for a in _addresses(machines, cable, cable.a.host):
         for b in _addresses(machines, cable, cable.b.host):
             if a.network == b.network and a.ip != b.ip:
@@ -67,7 +67,7 @@ def _present(machines: Sequence[HostFacts], cable: Cable) -> Link | None:
 def _completed(
     machines: Sequence[HostFacts], cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network
 ) -> Link | None:
-    """One end has an address that this gave it, and the other has lost its own."""
+    """The link of a cable where one end has kept an address of this command and the other has lost its own."""
     for host in cable.pair:
         for address in _addresses(machines, cable, host):
             network = address.network

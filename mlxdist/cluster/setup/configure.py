@@ -35,7 +35,7 @@ _OUTPUT = "rmlx-hosts.json"
 
 @dataclass
 class Options:
-    """Those of the command line, but for the hosts."""
+    """The options of the command line, except those that select hosts."""
 
     over: str
     output: str
@@ -66,12 +66,12 @@ class Options:
 
     @property
     def text_to_stderr(self) -> bool:
-        """Standard output is for the hostfile or JSON alone."""
+        """Whether messages go to standard error, because standard output is for the hostfile or JSON alone."""
         return self.as_json or self.output == "-"
 
 
 class Configuration:
-    """One run of `mlxdist config`: what the options leave open is found or taken from the hostfile."""
+    """One run of `mlxdist config`. Values that the options leave open come from the hosts or the hostfile."""
 
     def __init__(self, selection: HostSelection, options: Options) -> None:
         self._selection, self._options = selection, options
@@ -160,7 +160,7 @@ class Configuration:
         self._finish(machines, choices, Hostfile(tuple(hosts), self._backend, self._envs))
 
     def _set_up(self, machines: list[HostFacts], steps: list[Step]) -> bool:
-        """Whether nothing went wrong."""
+        """Runs the steps, or shows them where --auto-setup is missing. Returns whether none failed or was left out."""
         options = self._options
         if not options.auto_setup:
             if steps and not options.as_json:
@@ -216,8 +216,8 @@ class Configuration:
 
 
 def undo(selection: HostSelection, output: str, dry_run: bool) -> int:
-    """Takes back what --auto-setup did. A step that succeeds leaves the file, so a second try does the rest. Raises
-    InvalidArgument: there is no file of steps beside ``output``."""
+    """Takes back what --auto-setup did. A step that succeeds is removed from the file, so a second run does the rest.
+    Raises InvalidArgument: there is no file of steps next to ``output``."""
     file = UndoFile.beside(output)
     if not file.steps:
         raise InvalidArgument(f"there is no {file.path}: nothing was set up, or it was taken back already")
@@ -237,7 +237,7 @@ def undo(selection: HostSelection, output: str, dry_run: bool) -> int:
 
 
 def write_hostfile(path: str, text: str, say: Callable[[str], None]) -> None:
-    """Raises InvalidArgument: it cannot be written. A file that is replaced by another one is kept beside it."""
+    """Writes a hostfile, and keeps a different one as PATH.old. Raises InvalidArgument: it cannot be written."""
     try:
         if former := atomic_file.back_up(path, text):
             click.echo(f"the former {path} is now {former}", err=True)

@@ -32,10 +32,10 @@ class Choice:
 
 
 def choose_addresses(machines: Sequence[HostFacts], without: Sequence[frozenset[str]] = ()) -> list[Choice | None]:
-    """For each host; None where it has no address at all.
+    """Selects an address for each host by which all others reach it; None for a host without any address.
 
     Args:
-        without: for each host the interfaces whose cable leads to one other host only.
+        without: for each host, the interfaces with a cable that leads to one other host only.
     """
     possible = [_possible(machine, without[i] if without else frozenset()) for i, machine in enumerate(machines)]
     networks = {choice.address.network for choices in possible for choice in choices}

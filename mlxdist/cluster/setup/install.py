@@ -96,7 +96,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Installed:
-    """What a host has now. ``error``: why not, and what to do; then the rest is empty. ``path``: of its Python."""
+    """The environment on a host. ``error``: why there is none, and what to do. ``path``: its Python's path."""
 
     host: str
     python: str = ""
@@ -167,7 +167,7 @@ def _wheels(source: str) -> list[Path]:
 
 
 def _arguments(source: str, wheels: Sequence[Path]) -> list[str]:
-    """For pip: the same versions as here."""
+    """Arguments of pip that install the same versions as here."""
     mlx = importlib.metadata.version("mlx")
     return [
         *(["--no-index"] if Path(source).is_dir() and wheels else []),

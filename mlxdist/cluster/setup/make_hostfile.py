@@ -26,10 +26,10 @@ def make_hostfile(
     envs: Sequence[str] = (),
     hosts: Sequence[Host] = (),
 ) -> Hostfile:
-    """In a ring, hosts stand beside those that they have a cable to.
+    """Builds the hostfile. In a ring, each host is next to those that it shares a cable with.
 
     Args:
-        hosts: entries that the user has for them already: what else stands there, as the number of ranks, is kept.
+        hosts: the user's entries for these hosts; values that are not detected, such as the number of ranks, are kept.
 
     Raises:
         InvalidArgument: ``backend`` cannot work over these cables, or a host has no address.
@@ -60,7 +60,7 @@ def make_hostfile(
 
 
 def rdma_notes(machines: Sequence[HostFacts], topology: Topology) -> list[str]:
-    """Which hosts have a cable for RDMA, and no device for it."""
+    """Notes about hosts that have a cable for RDMA but no device for it."""
     notes = []
     for host, machine in enumerate(machines):
         ends = [cable.end(host) for cable in topology.cables if cable.rdma and host in cable.pair]
@@ -86,7 +86,7 @@ def _is_usable(machines: Sequence[HostFacts], cable: Cable) -> bool:
 def _for_mlx(
     backend: str, topology: Topology, order: Sequence[int], cells: dict[tuple[int, int], list[str]]
 ) -> dict[tuple[int, int], list[str]]:
-    """MLX takes as many cables of each pair as there are of the pair that has fewest."""
+    """The devices for MLX, which uses the same number of cables for every pair: that of the pair with the fewest."""
     if backend != "jaccl" and not topology.ring and len(order) > 2:
         raise InvalidArgument(f"--backend {backend} needs a ring of cables through all hosts, and there is none")
     if backend == "ring":
@@ -110,7 +110,7 @@ def _ips(
     before: int,
     has_rdma: bool,
 ) -> tuple[str, ...]:
-    """MLX's ring gets the addresses by which the host before reaches this one."""
+    """The addresses of a host. MLX's ring gets those by which the previous host reaches it."""
     by_cable = [str(link.address(host).ip) for link in links if set(link.cable.pair) == {host, before}]
     if backend == "ring":
         if not by_cable:

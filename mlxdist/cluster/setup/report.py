@@ -1,4 +1,4 @@
-"""What `mlxdist config` found, for people and for programs."""
+"""The results of `mlxdist config`, for people and for programs."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["as_json", "bridge_notes", "show"]
 
 
 def show(topology: Topology, links: Sequence[Link], to_stderr: bool) -> None:
-    """The picture, the shape and what would make more of it, and the addresses of cables."""
+    """Prints the picture, the shape, the cables that would improve it, and the addresses of the ends."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else 200, highlight=False, markup=False)
     console.print(as_text(topology), soft_wrap=True)
@@ -32,7 +32,7 @@ def show(topology: Topology, links: Sequence[Link], to_stderr: bool) -> None:
 
 
 def bridge_notes(machines: Sequence[HostFacts], links: Sequence[Link], without_bridge: bool) -> list[str]:
-    """Of hosts whose ports with a cable are in the Thunderbolt Bridge."""
+    """Notes about hosts where a port with a cable is in the Thunderbolt Bridge."""
     notes = []
     for host, machine in enumerate(machines):
         ends = [link.cable.end(host).interface for link in links if host in link.cable.pair]
@@ -60,7 +60,7 @@ def as_json(
     links: Sequence[Link],
     steps: Sequence[Step],
 ) -> dict[str, Any]:
-    """``topology`` is None where no cables were looked for."""
+    """The results for --json. ``topology`` is None where cables were not searched for."""
     plain: dict[str, Any] = {"hosts": [_host(machine, choice) for machine, choice in zip(machines, choices)]}
     if topology is not None:
         addresses = {link.cable: link for link in links}

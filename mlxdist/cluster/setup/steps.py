@@ -68,7 +68,7 @@ class Step:
 
 
 def plan_steps(machines: Sequence[HostFacts], links: Sequence[Link], without_bridge: bool = False) -> list[Step]:
-    """What is still to be done, host by host; nothing where all is as it should be."""
+    """Steps that are still to be run, host by host; none where all settings are in place."""
     steps: list[Step] = []
     for host, machine in enumerate(machines):
         for link in links:
@@ -80,7 +80,7 @@ def plan_steps(machines: Sequence[HostFacts], links: Sequence[Link], without_bri
 
 
 def is_undone(step: Step, machine: HostFacts) -> bool:
-    """Whether a step that takes something back has nothing to do: the system or the user has done it already."""
+    """Whether an inverse step has nothing to do, because the system or the user has already taken the step back."""
     name, *rest = step.values
     if step.action == "join bridge":
         return machine.bridge_of(rest[0]) == name

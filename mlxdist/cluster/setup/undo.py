@@ -32,7 +32,7 @@ class UndoFile:
 
     @classmethod
     def beside(cls, hostfile: str) -> "UndoFile":
-        """rmlx-hosts.undo.json of rmlx-hosts.json."""
+        """The file next to ``hostfile``: rmlx-hosts.undo.json for rmlx-hosts.json."""
         return cls(Path(hostfile).with_suffix(".undo.json"))
 
     def add(self, step: Step) -> None:
@@ -75,7 +75,7 @@ _FIELDS = {"mlxdist undo": number(_VERSION, _VERSION), "steps": list_of(_step, _
 def run_steps(
     steps: Sequence[Step], ssh_config: SshConfig, say: Callable[[str], None], file: UndoFile, undoing: bool = False
 ) -> list[str]:
-    """Runs the steps in their order, each shown first, and keeps ``file`` up to date. Returns what went wrong.
+    """Prints and runs each step, in order, and keeps ``file`` up to date. Returns the texts of errors.
 
     After a failure nothing more is run on that host. ``undoing``: the steps are those of ``file``, which do not depend
     on each other, so only a host that is lost is skipped.

@@ -1,4 +1,4 @@
-"""Whether each end of a cable reaches the other one, and by that cable."""
+"""Checks whether each end of a cable reaches the other end through that cable."""
 
 import re
 import shlex
@@ -43,7 +43,7 @@ check() { tries=0
 
 @dataclass(frozen=True)
 class Check:
-    """``interface``: what it must go through; empty where any will do."""
+    """A check that ``host`` reaches ``address``. ``interface``: the way that it must take; empty for any."""
 
     host: str
     peer: str
@@ -53,7 +53,7 @@ class Check:
 
 
 def checks_of_links(machines: Sequence[HostFacts], links: Sequence[Link]) -> list[Check]:
-    """Both ways for each cable."""
+    """Checks of both directions of each cable."""
     return [
         Check(
             machines[here].name,
@@ -68,13 +68,13 @@ def checks_of_links(machines: Sequence[HostFacts], links: Sequence[Link]) -> lis
 
 
 def checks_of_addresses(machines: Sequence[HostFacts], choices: Sequence[Choice | None]) -> list[Check]:
-    """Every host to every other one."""
+    """Checks that every host reaches every other one."""
     pairs = permutations(zip(machines, choices), 2)
     return [Check(here.name, there.name, str(to.address.ip)) for (here, _), (there, to) in pairs if to is not None]
 
 
 def verify(checks: Sequence[Check], ssh_config: SshConfig) -> list[str]:
-    """What is wrong, and what to do: one text for each check that has failed, alike where a host does not respond."""
+    """Runs the checks. Returns one text for each that failed, with advice; the same text if a host does not respond."""
     hosts = list(dict.fromkeys(check.host for check in checks))
 
     def check_host(host: str) -> list[str]:
@@ -96,7 +96,7 @@ _RESULT = re.compile(r"^@mlxdist:(\d+) (yes|no) ?(\S*)$", re.MULTILINE)
 
 
 def problem(check: Check, reached: str, route: str) -> str:
-    """What is wrong, empty if nothing is. ``reached``: "yes" or "no"; ``route``: the interface that leads there."""
+    """The error text of a check, or "". ``reached``: "yes" or "no"; ``route``: the interface that the route uses."""
     by = f" by {check.interface}" if check.interface else ""
     if reached != "yes":
         text = f"{check.host} does not reach {check.address} of {check.peer}{by}"

@@ -24,13 +24,13 @@ _ERRORS_SECONDS = 1.0
 
 
 class Connection:
-    """One host. Starts the server there by ssh, or directly where the host is this machine.
+    """A connection to one host. Starts the server there by ssh, or directly where the host is this machine.
 
     ``on_error``: called with each line of the server's standard error after its greeting, in another thread.
     """
 
     def __init__(self, name: str, ssh_config: SshConfig, on_error: Callable[[str], None] | None = None) -> None:
-        """Raises ResourceError: the command that leads there cannot be run."""
+        """Starts the server. Raises ResourceError: the command that leads there cannot be run."""
         self.name = name
         self.greeted = False
         self._on_error = on_error
@@ -52,7 +52,7 @@ class Connection:
         self._errors.start()
 
     def send(self, data: bytes) -> None:
-        """Waits until the connection takes it. The end of the connection shows when it is read from."""
+        """Waits until the connection has taken all of ``data``. Only `receive` detects the end of a connection."""
         with self._sending, contextlib.suppress(BrokenPipeError, ValueError):
             view = memoryview(data)
             while view:
@@ -93,7 +93,7 @@ class Connection:
         return list(self._frames.feed(data))
 
     def why_lost(self) -> str:
-        """In words, once the connection has ended."""
+        """The reason for the end of the connection, in words. Waits for the process to exit."""
         self._process.wait()
         self._errors.join(_ERRORS_SECONDS)
         lines = [*self._last_lines, *([] if self.greeted else self._noise.decode(errors="replace").splitlines())]
@@ -104,7 +104,7 @@ class Connection:
         self._process.kill()
 
     def close(self, seconds: float, reader: threading.Thread | None = None) -> None:
-        """Waits until the server has left, and ends the connection if it does not.
+        """Waits up to ``seconds`` until the server exits, then kills it.
 
         ``reader``: the thread that receives, if there is one.
         """

@@ -2,7 +2,7 @@
 
 The server greets with the number of the protocol; a shell may print anything before that. Then both sides send frames:
 a kind, a number, and a payload of known length. A plain call is one CALL and its RESULT or ERROR. A call with streams,
-as the launcher's of its agent, has frames of its own kinds in between, numbered by the rank that they are about.
+such as that between the launcher and its agent, has frames of its own kinds, numbered by the rank they are about.
 
 Payloads are JSON, or bytes for a stream. Their size is checked before they are read, and nothing is unpickled.
 """
@@ -61,7 +61,7 @@ def pack_json(kind: int, fields: dict[str, Any], number: int = 0) -> bytes:
 
 
 def unpack_json(payload: bytes) -> dict[str, Any]:
-    """Raises FrameError: it is no JSON object."""
+    """The value of a payload. Raises FrameError: it is no JSON object."""
     try:
         fields = parse_json(payload)
     except ValueError as error:
@@ -72,10 +72,10 @@ def unpack_json(payload: bytes) -> dict[str, Any]:
 
 
 def after_greeting(data: bytes) -> bytes | None:
-    """What follows the greeting in all that a server has sent; None if it has not greeted yet.
+    """The bytes after the greeting in all that a server has sent; None if the greeting has not arrived.
 
     Raises:
-        FrameError: it sends something else, or has another protocol.
+        FrameError: the server sends something else, or uses another protocol.
     """
     greeting = _GREETING.search(data)
     if greeting is None:
@@ -88,13 +88,13 @@ def after_greeting(data: bytes) -> bytes | None:
 
 
 class Frames:
-    """Splits a stream of bytes into frames. What follows the last one that was taken stays for the next call."""
+    """Splits a stream of bytes into frames. Bytes of an incomplete frame stay for the next call."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Kind, number and payload of the frames that are complete with ``data``.
+        """Yields kind, number and payload of the frames that ``data`` completes.
 
         Raises:
             FrameError: a length that no frame has.

@@ -26,7 +26,7 @@ class CallError(ResourceError):
 
 
 class Connections:
-    """To several hosts at once. A context manager: on leaving it, nothing that was started there is left."""
+    """Connections to several hosts at once. A context manager: its exit ends everything that was started there."""
 
     def __init__(self, names: Sequence[str], ssh_config: SshConfig = SshConfig()) -> None:
         self.names = list(names)
@@ -44,7 +44,7 @@ class Connections:
     def call(
         self, function: str, arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] = {}, seconds: float = 30.0
     ) -> list[Any]:
-        """Calls a function on all hosts at once. For each, in their order: its result, or a CallError (not raised).
+        """Calls a function on all hosts at once. Returns, in host order, each result, or a CallError (not raised).
 
         Args:
             function: a name in the server's table.
@@ -56,11 +56,11 @@ class Connections:
 
 
 def unpack_response(kind: int, payload: bytes) -> Any:
-    """The result.
+    """The result of a call, from the frame of its response.
 
     Raises:
-        FrameError: it is none.
-        CallError: the function raised an error, whose text it has; of no host yet.
+        FrameError: the frame is no response.
+        CallError: the function raised an error, with that text. The name of the host is not set yet.
     """
     fields = unpack_json(payload)
     if kind == Kind.RESULT and "result" in fields:
@@ -81,7 +81,7 @@ class _Host:
             self._lost = str(error)
 
     def call(self, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """The result, or a CallError. Once a response is missing, the connection is of no use any more."""
+        """Returns the result, or a CallError. After a response that did not come, the connection is unusable."""
         connection = self._connection
         if connection is not None and not self._lost:
             try:

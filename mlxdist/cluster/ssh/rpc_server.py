@@ -29,7 +29,7 @@ _FIRST_CALL_SECONDS = 120.0
 
 
 def who() -> dict[str, Any]:
-    """This host, as far as clients compare it with others."""
+    """The identity of this host, for clients that compare hosts."""
     return {
         "host": socket.gethostname(),
         "identity": host_identity(),
@@ -72,9 +72,9 @@ def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
 
 
 def claim_streams() -> tuple[int, int]:
-    """The standard streams as a connection, to read from and to write to, that nothing else in this process disturbs.
+    """Returns two descriptors of the connection, to read and to write, that only the caller can use.
 
-    What it prints goes to the standard error.
+    Afterwards, what other code in this process prints to standard output goes to standard error.
     """
     target = os.dup(1)
     os.dup2(2, 1)
@@ -86,7 +86,7 @@ def claim_streams() -> tuple[int, int]:
 
 
 def respond(payload: bytes, functions: Mapping[str, str]) -> bytes:
-    """The frame in response to a call, whatever that is."""
+    """The frame that responds to a call: its result, or any error that it raises."""
     try:
         call = unpack_json(payload)
         function = _find(call["call"], functions)
@@ -103,7 +103,7 @@ def _find(name: str, functions: Mapping[str, str]) -> Callable[..., Any]:
 
 
 def _calls(source: int, frames: Frames) -> Iterator[bytes]:
-    """Their payloads, until the connection ends; none if the first does not come in time."""
+    """Yields the payloads of calls until the connection ends; none if the first one misses its time limit."""
     poll = select.poll()
     poll.register(source, select.POLLIN)
     milliseconds: float | None = 1000 * _FIRST_CALL_SECONDS
@@ -116,12 +116,13 @@ def _calls(source: int, frames: Frames) -> Iterator[bytes]:
 
 
 def _read(received: Iterator[bytes], calls: "queue.Queue[bytes | None]", busy: threading.Event) -> None:
-    """A function that runs when the connection ends is ended with the process."""
+    """Queues calls until the connection ends, then ends the process if a function is still running."""
     try:
         for payload in received:
             calls.put(payload)
     finally:
         if busy.is_set():
+            # Not sys.exit: the function runs in the main thread, which no other thread can interrupt.
             os._exit(1)
         calls.put(None)
 

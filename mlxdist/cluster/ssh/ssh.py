@@ -1,4 +1,4 @@
-"""How a host is reached: by ssh, without a password; or directly, where it is this machine."""
+"""Access to a host: by ssh, without a password; or directly, where the host is this machine."""
 
 import functools
 import os
@@ -49,20 +49,20 @@ class SshConfig:
     python: str = ""
 
     def command(self, name: str, words: Sequence[str]) -> list[str]:
-        """Runs ``words`` on the host; on another one its shell sees them, quoted, and nothing else."""
+        """The command that runs ``words`` on the host. A shell on another host gets these words alone, quoted."""
         if is_this_machine(name):
             return list(words)
         options = [word for option in _OPTIONS for word in ("-o", option)]
         return [*self.ssh, *options, "-T", name, f"exec {shlex.join(words)}"]
 
     def server(self, name: str) -> list[str]:
-        """Starts the server of calls on the host, a command of mlxdist. What it is given comes over the connection."""
+        """The command that starts the RPC server on the host. Its input comes over the connection."""
         return self.command(name, module_command("mlxdist", "rpc-server", python=self.python))
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command on a host has printed, and its exit status: 255 if there was no connection, 124 if it was late."""
+    """Output and exit status of a command on a host. Status 255: no connection; 124: it exceeded the time limit."""
 
     name: str
     status: int
@@ -89,7 +89,7 @@ def run(
 ) -> CommandResult:
     """Runs a command on a host and waits for it. Never raises: what went wrong is in the result.
 
-    ``running``: gets the process, which another thread may end.
+    ``running``: a list that gets the process, so that another thread can end it.
     """
     pipe = subprocess.PIPE
     command = ssh_config.command(name, words)
@@ -122,7 +122,7 @@ def run_everywhere(
     input: str | bytes = b"",
     seconds: float = 30.0,
 ) -> list[CommandResult]:
-    """The same on several hosts at once, in their order. Ctrl-C ends it everywhere."""
+    """Runs a command on several hosts at once. Returns results in the order of hosts. Ctrl-C ends it everywhere."""
     running: list[subprocess.Popen] = []
     with ThreadPoolExecutor(max(1, len(names))) as threads:
         run_on = functools.partial(
@@ -132,6 +132,7 @@ def run_everywhere(
         try:
             return [result.result() for result in results]
         except BaseException:
+            # Repeated, for a thread may start its process only now.
             while wait(results, _MOMENT).not_done:
                 while running:
                     _terminate(running.pop())
@@ -139,26 +140,26 @@ def run_everywhere(
 
 
 def _terminate(process: subprocess.Popen) -> None:
-    """With its children, which hold its pipes."""
+    """Ends a process and its children, which hold its pipes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
 
 
 def cannot_run(name: str, error: OSError) -> str:
-    """A module of mlxdist could not be started on a host, for want of the command that leads there."""
+    """The error for a module of mlxdist that could not be started, because the command that leads there is missing."""
     option = "--python" if is_this_machine(name) else "--ssh"
     return f"{name}: the command {error.filename!r} cannot be run: {error.strerror}; see {option}"
 
 
 def why_lost(name: str, responded: bool, words: str) -> str:
-    """The end of a connection to a module of mlxdist. ``responded``: it had started; ``words``: what was said last."""
+    """The error for a lost connection. ``responded``: whether the module had started; ``words``: its last output."""
     if responded:
         return f"the connection to {name} was lost{f': {words}' if words else ''}"
     return f"{name} does not respond: {words or 'ssh ended without a word'}{agent_advice(name, words)}"
 
 
 def agent_advice(name: str, words: str) -> str:
-    """What to do when a module of mlxdist does not start on a host. ``words``: what was said last."""
+    """Advice for a module of mlxdist that does not start on a host. ``words``: the last line of its output."""
     if "No module named" in words:
         return "; install mlxdist for that Python, or name another with --python"
     if "`python -h'" in words:  # it does not know -P

@@ -21,7 +21,7 @@ _OF_NO_MACHINE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  
 
 @functools.cache
 def is_this_machine(name: str) -> bool:
-    """``name``: as ssh takes it, a user before it or not."""
+    """Whether ``name``, with or without a user in front, means this machine. The result is cached."""
     host = name.rpartition("@")[2].lower().removesuffix(".")
     own = _own_names()
     if host in ("localhost", "127.0.0.1", "::1", *own):
@@ -33,7 +33,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def look_up(names: Iterable[str]) -> None:
-    """All at once, which fills the cache of `is_this_machine`: alone, each may take a second."""
+    """Fills the cache of `is_this_machine` in parallel, because each name may take a second."""
     threads = [threading.Thread(target=is_this_machine, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
@@ -50,7 +50,7 @@ def _own_names() -> frozenset[str]:
 
 
 def _local_host_name() -> str:
-    """By which other Macs find this one; gethostname() may be a name that a router gave."""
+    """The name by which other Macs find this one. A router may have assigned the one that gethostname() returns."""
     command = ["scutil", "--get", "LocalHostName"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_SECONDS)
@@ -60,13 +60,13 @@ def _local_host_name() -> str:
 
 
 def _may_be_same(host: str, own: str) -> bool:
-    """Of a name without an address, which may be another machine's in ssh_config, or of a resolver that was late."""
+    """Whether a name without an address may be this machine's. The resolver may be late, or ssh_config defines it."""
     (label, _, domain), own_label = host.partition("."), own.partition(".")[0]
     return label == own_label and domain in ("", "local")
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Families and socket addresses; none where the resolver knows none in time."""
+    """Address families and socket addresses of a name; none where the resolver has none within its time limit."""
     found: list[tuple[socket.AddressFamily, tuple]] = []
 
     def look_up() -> None:

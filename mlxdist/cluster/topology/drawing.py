@@ -63,7 +63,7 @@ def _style(cable: Cable) -> str:
 
 
 def _choose_lanes(wires: Sequence[_Wire]) -> None:
-    """The shortest cables innermost; those that do not touch share a lane."""
+    """Assigns lanes: the shortest cables are innermost, and cables that do not overlap share a lane."""
     lanes: list[list[tuple[int, int]]] = []
     for wire in sorted(wires, key=lambda wire: (wire.rows[1] - wire.rows[0], wire.rows)):
         first, last = wire.rows
@@ -109,7 +109,7 @@ def _line(cells: Sequence[tuple[str, str]]) -> Text:
 
 
 def as_dot(topology: Topology) -> str:
-    """What Graphviz draws: `dot -Tpng`."""
+    """The graph as DOT, for Graphviz: `dot -Tpng`."""
     lines = ["graph G {", "  node [shape=rectangle];"]
     lines += [f"  h{i} [label={json.dumps(name, ensure_ascii=False)}];" for i, name in enumerate(topology.names)]
     for cable in topology.cables:
@@ -164,7 +164,7 @@ def as_svg(topology: Topology) -> str:
 
 
 def _curve(a: tuple, b: tuple, bend: float, color: str, label: str, dashed: bool = False) -> str:
-    """Bent by ``bend`` to the left of the way from a to b. Its label is at 2/5, where cables do not cross."""
+    """The path of a cable from a to b, bent to the left by ``bend``. Its label is at 2/5, where no cables cross."""
     length = math.dist(a, b) or 1
     across = (b[1] - a[1]) / length, (a[0] - b[0]) / length
     control = [(p + q) / 2 + 2 * bend * n for p, q, n in zip(a, b, across)]

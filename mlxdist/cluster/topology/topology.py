@@ -29,7 +29,7 @@ class Shape(enum.StrEnum):
 
 @dataclass(frozen=True)
 class End:
-    """Of a cable. ``host`` is an index; ``interface`` is empty where macOS has none for the port."""
+    """An end of a cable. ``host`` is an index; ``interface`` is empty where macOS has none for the port."""
 
     host: int
     interface: str
@@ -42,7 +42,7 @@ class End:
 
 @dataclass(frozen=True)
 class Cable:
-    """``a`` is the end at the host that comes first. ``rdma``: it can carry RDMA, switched on or not."""
+    """A cable. ``a`` is the end at the lower host index. ``rdma``: it can carry RDMA, enabled or not."""
 
     a: End
     b: End
@@ -60,7 +60,7 @@ class Cable:
 
 @dataclass(frozen=True)
 class Topology:
-    """``notes``: irregularities, in sentences. ``ring``: an order of hosts whose neighbors are connected, or none."""
+    """Hosts and cables. ``notes``: irregularities, in sentences. ``ring``: hosts in the order of a ring, or none."""
 
     names: tuple[str, ...]
     cables: tuple[Cable, ...]
@@ -75,11 +75,11 @@ class Topology:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Pairs that should have a cable. A ring is whole without those of a mesh."""
+        """Pairs of hosts that should have a cable. A ring needs no cables of a mesh, so it has no gaps."""
         return () if self.shape is Shape.RING else self.missing
 
     def advice(self) -> list[str]:
-        """Which cables would make more of it."""
+        """Sentences about the cables to add, for a better shape."""
         if self.shape in (Shape.MESH, Shape.SINGLE):
             return []
         lines = []
@@ -103,8 +103,8 @@ class Topology:
 
 
 def build_topology(machines: Sequence[HostFacts], named: Sequence[str] = ()) -> Topology:
-    """Of the cables that Macs see, and of those that the user names: "a:eth1=b:eth1". Raises InvalidArgument: a cable
-    is named that cannot be, or a Mac is there twice."""
+    """Builds the graph of the cables that Macs report and those that the user names: "a:eth1=b:eth1". Raises
+    InvalidArgument: a named cable is impossible, or a Mac is listed twice."""
     found, notes = _thunderbolt_cables(machines)
     cables = tuple(sorted([*found, *_named_cables(machines, named)], key=_order))
     pairs = {cable.pair for cable in cables}
@@ -119,7 +119,7 @@ def build_topology(machines: Sequence[HostFacts], named: Sequence[str] = ()) -> 
 
 
 def _thunderbolt_cables(machines: Sequence[HostFacts]) -> tuple[list[Cable], list[str]]:
-    """Each is seen from both ends, or, behind some hubs, from one of them."""
+    """Cables and notes. A cable is reported by both ends, or, behind some hubs, by one of them."""
     ends = [(host, receptacle) for host, machine in enumerate(machines) for receptacle in machine.receptacles]
     owners: dict[str, int] = {}
     for host, receptacle in ends:
