@@ -1,4 +1,4 @@
-"""mlx-lm's commands, with models of which every rank holds only its shard.
+"""Runs mlx-lm's commands with models of which every rank holds only its shard.
 
     mlxdist launch -n 2 -- python -m mlxdist.lm chat --model MODEL
 
@@ -46,16 +46,16 @@ def sharded_load(
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
 ) -> tuple[Any, ...]:
-    """A model, this rank's shard, and its tokenizer; with ``return_config`` also its config, a dict.
+    """Loads a model's shard of this rank and its tokenizer; with ``return_config`` also its config, a dict.
 
-    Every rank calls it. In place of mlx-lm's function of this name, with its arguments. mlx-lm's own serves models that
-    bring code of their own (``model_file`` in config.json).
+    Every rank calls it. It replaces mlx-lm's function of this name and takes its arguments. mlx-lm's own loads models
+    that bring code of their own (``model_file`` in config.json).
 
     Args:
         repo: a directory, or the name of a model that `hf download` has fetched.
         pipeline_group: the stages that the layers are spread over (:func:`mlxdist.nn.pipeline_parallel`).
         tensor_group: split each layer over this group; ``None``: all ranks that the stages leave.
-        return_config, tokenizer_config, trust_remote_code: as of mlx-lm's function.
+        return_config, tokenizer_config, trust_remote_code: see mlx-lm's function.
         adapter_path: a directory of mlx-lm's lora training, whose adapters are sharded with the model.
 
     Raises:
@@ -95,12 +95,12 @@ def sharded_load(
 def load(
     repo: str, *, adapter_path: str | None = None, model_config: Mapping[str, Any] | None = None, **keywords: Any
 ) -> tuple[Any, ...]:
-    """:func:`sharded_load` in place of mlx-lm's function ``load``, with the arguments that `generate` gives it.
+    """Replaces mlx-lm's function ``load`` by :func:`sharded_load`, with the arguments that `generate` gives it.
 
-    ``repo`` and ``adapter_path`` are as there.
+    ``repo`` and ``adapter_path`` have the meaning that they have there.
 
     Raises:
-        InvalidArgument: as :func:`sharded_load`; something in ``model_config`` is set.
+        InvalidArgument: see :func:`sharded_load`; or something in ``model_config`` is set.
     """
     if any((model_config or {}).values()):
         raise InvalidArgument("generate: --quantize-activations is for one rank")
@@ -108,7 +108,7 @@ def load(
 
 
 def main() -> None:
-    """What `python -m mlxdist.lm COMMAND ...` does, with the arguments of `python -m mlx_lm`."""
+    """Runs `python -m mlxdist.lm COMMAND ...` with the arguments of `python -m mlx_lm`."""
     utils.sharded_load = sharded_load  # the modules of commands take it from there when they are imported
     if sys.argv[1:2] == ["server"]:
         _find_stop_words_in_texts()
@@ -119,7 +119,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _on_all_ranks() -> Iterator[None]:
-    """`generate` within: all ranks choose the same tokens, and rank 0 prints them."""
+    """A context in which `generate` chooses the same tokens on all ranks, and only rank 0 prints them."""
     group = init()
     if group.size() == 1:
         yield
@@ -131,7 +131,7 @@ def _on_all_ranks() -> Iterator[None]:
 
 
 def _find_stop_words_in_texts() -> None:
-    """From now on mlx-lm's server ends an answer before a stop word, whatever its tokens are."""
+    """Makes mlx-lm's server end an answer before a stop word, whatever tokens that consists of."""
     server = importlib.import_module("mlx_lm.server")
     generate = server.ResponseGenerator.generate
 
@@ -154,7 +154,7 @@ def _find_stop_words_in_texts() -> None:
 
 
 def _up_to_stop_word(responses: Iterator[Any], text: AnswerText, runs_to_its_end: bool) -> Iterator[Any]:
-    """The responses with what is shown. mlx-lm shows no text of one with "stop": here the last one has no reason."""
+    """The responses with the text to show. mlx-lm shows no text of one with "stop": here the last one has no reason."""
     for response in responses:
         for each, shown in text.add(response, response.text, response.finish_reason is not None):
             reason = None if each.finish_reason == "stop" or text.length is not None else each.finish_reason

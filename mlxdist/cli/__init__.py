@@ -72,7 +72,7 @@ class Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """A wrong option, file or variable ends every command with status 2, what a host cannot give with 1."""
+        """Ends every command with status 2 for a wrong option, file or variable, and with 1 if a host fails."""
         try:
             return super().invoke(context)
         except (InvalidArgument, EnvironmentVariableError, Mismatch) as error:
@@ -101,7 +101,7 @@ def show_environment() -> None:
 
 
 class _StandardOutput(io.FileIO):
-    """What cannot be written there ends every command alike, and none takes it for an error of its own."""
+    """Standard output. A write that fails ends every command with the same error, and no command handles it itself."""
 
     def write(self, data: Any, /) -> Any:
         try:

@@ -74,8 +74,8 @@ def calibrate(
     hosts: how fast each host computes, reads memory and talks to the others. The measurements become the shares of
     ranks on machines of unequal speed: rank_shares="memory" or "compute" where a plan or layer takes rank_shares, and
     `mlxdist shard MODEL --hostfile FILE`. algorithms: the fastest algorithm of each operation, by size, for this number
-    of ranks. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". What the file says of
-    other hosts and numbers of ranks is kept. Other work on the hosts spoils the numbers.
+    of ranks. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". The file keeps what it
+    says of other hosts and numbers of ranks. Other work on the hosts spoils the numbers.
 
     The exit status is 1, and nothing is saved, if a host cannot be measured, if a result is wrong or cannot be true, or
     if other processes used more than 5 % of the CPU meanwhile (--force saves all the same).
@@ -139,7 +139,7 @@ def calibrate(
 
 
 def _prepared(output: Path | None) -> Path:
-    """The file to save to, tried before the hosts work for it."""
+    """The path of the file to save to, after a test that it can be written, which precedes the measurements."""
     setting = tuning_file.setting()
     if output is None and setting == "none":
         raise ResourceError(
@@ -156,13 +156,13 @@ def _prepared(output: Path | None) -> Path:
 
 
 def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """The sections of the file, with what is new in place of what is there of the same hosts and numbers of ranks.
+    """The sections of the file, in which new measurements replace those of the same hosts and numbers of ranks.
 
     Raises:
-        InvalidArgument: what is there is malformed.
+        InvalidArgument: the existing file is malformed.
     """
     from mlxdist.cluster.hostfile.rank_shares import check_hosts
-    from mlxdist.runtime.group import tuning
+    from mlxdist.runtime.group.group import tuning
 
     hosts, old = {}, tuning.Tuning()
     if path.exists():

@@ -46,7 +46,7 @@ def show(directory: Path, step: int | None, as_json: bool) -> None:
         mlxdist checkpoint show checkpoints
         mlxdist checkpoint show checkpoints --step 100
 
-    Of files only the sizes are compared. The exit status is 2 if there is no checkpoint.
+    Only the sizes of files are compared. The exit status is 2 if there is no checkpoint.
     """
     rows = _rows(directory, step, read_all=False)
     manifest = next((row["manifest"] for row in rows if row["manifest"] is not None), None)
@@ -97,8 +97,8 @@ def convert(source: Path, target: Path, like: str | None, name: str, step: int |
         mlxdist checkpoint convert checkpoints my-model --like Qwen/Qwen3-0.6B
         mlxdist checkpoint convert my-model checkpoints
 
-    Which one SOURCE is, its config.json says. The model must fit into memory. What has no weights, such as the
-    tokenizer, is copied from MODEL. A program takes a checkpoint of step 0 with load(..., other_run=True).
+    SOURCE is a model folder if it has a config.json. The model must fit into memory. Files without weights, such as
+    the tokenizer, are copied from MODEL. A program takes a checkpoint of step 0 with load(..., other_run=True).
     """
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.train.model_folder import require_no_folder
@@ -118,7 +118,7 @@ def convert(source: Path, target: Path, like: str | None, name: str, step: int |
 
 
 def _rows(directory: Path, step: int | None, read_all: bool) -> list[dict[str, Any]]:
-    """Of each checkpoint: its step, manifest, what is wrong with it, and whether it has been complete."""
+    """One row per checkpoint: its step, manifest and problem, and whether it is damaged, not just incomplete."""
     import mlxdist
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.train.checkpoint.complete import Problems, complete
@@ -226,7 +226,7 @@ def _to_model(source: Path, target: Path, like: str, name: str, step: int | None
 
 
 def _tree(name: str, model: nn.Module) -> dict[str, Any]:
-    """``a.b`` is a model in a dict in the tree."""
+    """Nests the model in one dict per part of its name: ``a.b`` gives {"a": {"b": model}}."""
     tree: Any = model
     for key in reversed(name.split(".")):
         tree = {key: tree}

@@ -129,7 +129,7 @@ def _addresses(found: Sequence[Device]) -> Table:
 
 
 def _limits(found: Sequence[Device]) -> Table:
-    """One column for all devices of a kind: cards have many ports, and terminals few columns."""
+    """A table with one column per set of equal limits: cards have many ports, and terminals few columns."""
     names = list(dict.fromkeys(name for device in found for name in device.limits))
     kinds: dict[tuple, list[str]] = {}
     for device in found:

@@ -64,9 +64,9 @@ def dump(
         mlxdist dump --hosts node0,node1  the only job that runs on these hosts
         mlxdist dump --files DIR          the files that a job has left: flight-<rank>.json
 
-    Every rank writes the record of its last 1000 operations, also while it is in one; the job continues. Of a job on
-    several hosts, all of them are read that it was started on, or those of --hosts or --hostfile. The exit status is 1
-    if the full record of a rank is missing, or the trace could not be written.
+    Every rank writes the record of its last 1000 operations, also while it is in one; the job continues. A job on
+    several hosts is read on all hosts that it was started on, or on those of --hosts or --hostfile. The exit status is
+    1 if the full record of a rank is missing, or the trace could not be written.
     """
     if directory is not None and (job is not None or selection.hostfile is not None):
         raise click.UsageError("Name a job or a directory of files, not both.")

@@ -102,7 +102,7 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
 
 
 def _preflight(plan: LaunchPlan, selection: HostSelection, options: Options) -> int:
-    """What --preflight finds on the hosts, before anything is started: an exit status."""
+    """Runs the checks of --preflight on the hosts, before anything is started. Returns the exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
     from mlxdist.tools.doctor.diagnose import preflight
@@ -116,7 +116,7 @@ def _preflight(plan: LaunchPlan, selection: HostSelection, options: Options) -> 
 
 
 def _hosts_or_nodes(selection: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
-    """The hosts to run on, with SLURM's where the user gives none, or this node among others."""
+    """The hosts to run on, those of SLURM if the user gives none; or this node's place among others."""
     given = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
     is_given = any(value is not None for value in given)
     if selection.hostfile is not None and is_given:
@@ -198,7 +198,7 @@ def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, co
 
 
 def _for_this_machine(given: Mapping[str, str], executable: str, directory: str, with_mpi_shim: bool) -> dict[str, str]:
-    """All that the ranks have in their environment, but for what is each rank's own."""
+    """The environment that all ranks on this machine share, without the variables that differ by rank."""
     variables = base_environment(os.environ, with_mpi_shim)
     if with_mpi_shim:
         mpi_shim.check(variables[mpi_shim.VARIABLE])
@@ -212,7 +212,7 @@ def _for_this_machine(given: Mapping[str, str], executable: str, directory: str,
 
 
 def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
-    """What is set for the ranks besides what their hosts set."""
+    """The variables to set for ranks on hosts, in addition to the environment that their host gives them."""
     from mlxdist.cluster.hostfile.rank_shares import rank_share_variables
 
     variables = parse_settings(on.envs, "envs of the hostfile")
@@ -227,7 +227,7 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
 def _for_mpirun(
     selection: HostSelection, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment of mpirun and its command line, which has names of variables, and no values."""
+    """The environment of mpirun, and its command line, which has the names of variables but not their values."""
     from mlxdist.cluster.ssh.ssh import is_this_machine
     from mlxdist.launch.mpirun import mpirun_command, mpirun_variables, reach_variables
 
@@ -244,7 +244,7 @@ def _for_mpirun(
 
 
 def _show(plan: LaunchPlan) -> None:
-    """What --dry-run prints."""
+    """Prints what --dry-run shows: the commands of the ranks and of the servers, and the variables."""
     labels = plan.labels()
     for rank in plan.numbers:
         click.echo(f"[{labels[rank]}] {shlex.join(plan.command)}")

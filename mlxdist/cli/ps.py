@@ -74,13 +74,13 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
 
 
 def _ranks_of(host: dict[str, Any]) -> str:
-    """``node1: 2-3``, its name and its ranks."""
+    """A host's name with its ranks: ``node1: 2-3``."""
     first, slots = host["first"], host["slots"]
     return f"{host['name']}: {first}" + (f"-{first + slots - 1}" if slots > 1 else "")
 
 
 def _duration(seconds: float) -> str:
-    """3725 as 1:02:05."""
+    """A duration in seconds as text: 3725 gives "1:02:05"."""
     minutes, seconds = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

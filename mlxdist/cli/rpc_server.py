@@ -1,4 +1,4 @@
-"""`mlxdist rpc-server`, which ssh starts on a host: what clients can call there."""
+"""`mlxdist rpc-server`, which ssh starts on a host, and the table of functions that clients can call there."""
 
 import click
 

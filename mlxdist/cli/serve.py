@@ -83,7 +83,7 @@ _LAYOUT = (
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """MODEL, and the ranks that the command starts."""
+    """Adds the argument MODEL and the options that select the ranks that the command starts."""
     ranks = click.IntRange(1, MAX_RANKS)
     command = host_options(command)
     command = click.option("-n", "-np", "ranks", type=ranks, metavar="N", help="Number of ranks; with hosts: on each.")(
@@ -93,14 +93,14 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def layout_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Which rank holds what of MODEL."""
+    """Adds the options that say which rank holds which shard of MODEL."""
     for option in reversed(_LAYOUT):
         command = option(command)
     return command
 
 
 def layout_of(given: dict[str, Any]) -> Layout:
-    """Of the values of `layout_options`."""
+    """The layout that the values of `layout_options` describe."""
     from mlxdist.serve.placement import Layout
 
     return Layout(**{name: given[name] for name in ("tp", "ep", "pipeline", "rank_shares", "plan")})
@@ -264,7 +264,8 @@ def start_ranks(
 ) -> None:
     """Runs the command of ``context`` on all ranks, with the options in ``given`` that the user has typed.
 
-    ``launcher``: options of `mlxdist launch`. ``more``: other words for the ranks. ``proxy``: that has the address.
+    ``launcher``: options of `mlxdist launch`. ``more``: other arguments for the ranks. ``proxy``: the proxy that listens
+    at the address, if there is one.
     """
     words = []
     for parameter in context.command.params:
@@ -285,7 +286,7 @@ def start_ranks(
 
 
 def _has_first_rank(selection: HostSelection) -> bool:
-    """Whether rank 0 is on this machine."""
+    """Whether rank 0 runs on this machine."""
     if selection.hostfile is None:
         return True
     from mlxdist.cluster.ssh.this_machine import is_this_machine

@@ -21,7 +21,7 @@ RANKS = click.IntRange(min=1)
 
 
 class RankShares(click.ParamType):
-    """``2,1``: a positive number for each rank; or by which figure of the hostfile."""
+    """The type of --rank-shares: a positive number per rank, ``2,1``, or the name of a measurement of hosts."""
 
     name = "numbers"
 
@@ -100,7 +100,7 @@ def shard(
 def _measured(
     hostfile: str, tp: int | None, ep: int, rank_shares: list[float] | str | None
 ) -> tuple[int, list[float] | None]:
-    """--tp and --rank-shares for the ranks of a hostfile."""
+    """The values of --tp and --rank-shares for the ranks of a hostfile."""
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.cluster.hostfile.parsing import read
     from mlxdist.cluster.hostfile.rank_shares import speeds
@@ -125,7 +125,7 @@ def _plan(path: Path, tp: int, ep: int, rank_shares: list[float] | None) -> Any:
 
 
 def _verify(path: Path, plan: Any) -> dict[str, Any]:
-    """What rank 0 has found; see :mod:`mlxdist.tools.shard.verify_rank`."""
+    """The result that rank 0 writes; see :mod:`mlxdist.tools.shard.verify_rank`."""
     from mlxdist.launch.run_job import run_job
 
     with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as directory:

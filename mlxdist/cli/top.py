@@ -84,7 +84,7 @@ def top(job: str | None, selection: HostSelection, interval: float, once: bool, 
 
 
 def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: None) -> Generator[View]:
-    """Until the job has ended, or the user presses q; that view is the last. ``redraw``: the terminal has changed."""
+    """Yields views until the job has ended (the last view) or the user presses q. ``redraw``: called on a resize."""
     seconds = min(max(interval, _MIN_RESPONSE_SECONDS), _MAX_RESPONSE_SECONDS)
     view = None
     with _terminal() as (keys, sizes):
@@ -101,7 +101,7 @@ def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: N
 
 
 def _second(views: Generator[View]) -> View:
-    """It has speeds; the first one where the job ends before."""
+    """The second view, because only that has speeds; the first one if the job ends before."""
     first = next(views)
     second = next(views, first)
     views.close()
@@ -110,7 +110,7 @@ def _second(views: Generator[View]) -> View:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[tuple[list[int], list[int]]]:
-    """Where keys can be read one by one, and where there is a byte after a change of size: both only in a terminal."""
+    """Descriptors for single keys, and for a byte after each resize; both lists are empty without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield [], []
         return

@@ -37,7 +37,7 @@ _REACT_SECONDS = 5.0
 
 
 def serve(source: int, target: int, frames: Frames, arguments: Mapping[str, Any]) -> None:
-    """Runs the ranks of this host. Returns when the job has ended, or the connection."""
+    """Runs the ranks of this host. Returns when the job or the connection has ended."""
     Agent(source, target, frames).serve(arguments)
 
 
@@ -187,7 +187,7 @@ class Agent:
         job.all_started()
 
     def _relay(self, stream: int) -> bool:
-        """Reads once. False: nothing there now, or the end."""
+        """Reads once and sends the data to the launcher. Returns False if there is no data now, or at the end."""
         kind, rank = self._streams[stream]
         try:
             data = os.read(stream, _READ_BYTES)

@@ -7,9 +7,9 @@ __all__ = ["Awake", "describe"]
 
 
 class Awake:
-    """Ends with the process that it is started for, however that ends. ``error``: why it could not be started.
+    """Keeps a Mac awake until process ``pid`` ends, however it ends. ``error``: why caffeinate could not be started.
 
-    -i: no sleep for want of a user; -s: none at all on mains power; -w: until that process has ended.
+    -i: no sleep while the user is idle; -s: none at all on mains power; -w: until that process has ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -33,7 +33,7 @@ class Awake:
 
 
 def describe(errors: Mapping[str, str], verbose: bool) -> list[str]:
-    """Of Macs, by name: why caffeinate could not be started there, or nothing."""
+    """Messages about Macs that may fall asleep. ``errors``: by name, why caffeinate did not start there, or ""."""
     kept = [name for name, error in errors.items() if not error]
     lines = [f"{name} may fall asleep during the job: caffeinate: {error}" for name, error in errors.items() if error]
     if kept and verbose:

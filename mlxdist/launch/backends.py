@@ -1,6 +1,6 @@
-"""What the ranks communicate through, and what MLX's own backends have to find in their environment for that.
+"""Backends that ranks communicate through, and the variables and files that MLX's own backends read.
 
-MLX's launcher exports the same (mlx/_distributed_utils/launch.py). mlxdist itself needs nothing of it.
+MLX's launcher exports the same (mlx/_distributed_utils/launch.py). The backend mlxdist needs none of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Exports:
-    """What all ranks of a job are given for a backend.
+    """Settings that all ranks of a job get for a backend.
 
     Attributes:
-        variables: with their values.
-        files: variables whose value is the name of a file of the rank's own; here with what is in it.
-        by_local_rank: variables whose value is the rank's number on its host.
+        variables: names of variables with their values.
+        files: names of variables with the content of a file; the value becomes the name of that file of the rank.
+        by_local_rank: names of variables whose value is the rank's number on its host.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Exports:
 
 @dataclass(frozen=True)
 class Backend:
-    """One of MLX's, or mlxdist, for a job on ``hosts``. Made by `choose`, which checks that they fit together.
+    """A backend, mlxdist or one of MLX's, for a job on ``hosts``. `choose` makes it and checks that they fit together.
 
     Attributes:
         hosts: in the order of their ranks; not needed by mlxdist.
         starting_port: the first of the ports that ranks listen at; None for free ones.
-        nccl_port: that of NCCL's rank 0.
-        connections: number of the ring's, per address.
+        nccl_port: the port of NCCL's rank 0.
+        connections: the number of connections per address, for the ring.
     """
 
     name: str = "mlxdist"
@@ -63,11 +63,11 @@ class Backend:
 
     @property
     def rendezvous_port(self) -> int:
-        """Where rank 0 of mlxdist listens; 0: at any that is free."""
+        """The port where rank 0 of mlxdist listens; 0 for any free one."""
         return (self.starting_port or 0) if self.name == "mlxdist" else 0
 
     def mpi_address(self) -> str:
-        """Where rank 0 listens if mpirun starts the ranks and they use mlxdist: on the first host."""
+        """The address of rank 0, on the first host, where mpirun starts the ranks and they use mlxdist."""
         from mlxdist.cluster.ssh.ssh import is_this_machine
 
         first = self.hosts[0]
@@ -78,7 +78,7 @@ class Backend:
         return format_address(address, self.starting_port or (free_ports(1)[0] if is_here else DEFAULT_PORT))
 
     def ports(self) -> list[int]:
-        """How many free ports each host has to find."""
+        """The number of free ports that each host has to find."""
         wanted = [0] * len(self.hosts)
         if self.name == "ring" and self.starting_port is None:
             wanted = [host.slots * len(_addresses(host)) * self.connections for host in self.hosts]
@@ -89,7 +89,7 @@ class Backend:
         return wanted
 
     def exports(self, ports: Sequence[Sequence[int]]) -> Exports:
-        """``ports``: the free ones of each host, in the number that `ports` returns."""
+        """The settings of the ranks. ``ports``: the free ports of each host, as many as `ports` returns."""
         if self.name == "ring":
             verbose = {"MLX_RING_VERBOSE": "1"} if self.verbose else {}
             # MLX cannot read a ring of one; without this variable it makes a group of one.
@@ -108,7 +108,7 @@ class Backend:
         return Exports()
 
     def _ring(self, ports: Sequence[Sequence[int]]) -> str:
-        """For each rank the addresses that it listens at."""
+        """The JSON text of the addresses that each rank of the ring listens at."""
         if self.starting_port is None:
             given = [iter(found) for found in ports]
         else:  # of all hosts together
@@ -134,10 +134,10 @@ def choose(
     connections: int = 1,
     verbose: bool = False,
 ) -> Backend:
-    """The backend of that name, for the hosts, or for a number of ranks here. auto is the hostfile's, else mlxdist.
+    """Selects a backend by name for the hosts, or for ``ranks`` here. "auto" takes the hostfile's, else mlxdist.
 
     Raises:
-        InvalidArgument: it does not work with these hosts.
+        InvalidArgument: the backend does not work with these hosts.
     """
     if name == "auto":
         name = hostfile.backend if hostfile is not None else ""
@@ -165,6 +165,7 @@ def free_ports(count: int) -> list[int]:
     """Ports that are free at all addresses of this machine, now."""
     sockets = []
     try:
+        # All stay bound until the last is found: a port that is released could be found twice.
         for _ in range(count):
             sockets.append(socket.socket())
             sockets[-1].bind(("", 0))

@@ -18,7 +18,7 @@ class CannotRun(click.ClickException):
 
 
 def check_command(name: str, variables: Mapping[str, str], directory: str = "") -> None:
-    """``directory``: where it will be started, if that is not the current one."""
+    """Raises CannotRun if the command cannot be run. ``directory``: where it will start; empty for the current one."""
     path = variables.get("PATH", os.defpath)
     places = [os.path.join(parent, name) for parent in path.split(os.pathsep) if parent]
     if "/" in name:

@@ -11,7 +11,7 @@ TOO_LATE = 124  # as of timeout(1)
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be restarted."""
+    """The end of a job. ``failed``: it failed by itself and no process of it is left, so it could be restarted."""
 
     status: int  # for the launcher to exit with
     text: str  # closing line, perhaps empty
@@ -20,7 +20,7 @@ class Ending:
 
 
 def of_process(returncode: int | None) -> int | None:
-    """From what subprocess has: a negative number for a signal, None while the process runs."""
+    """The exit status for subprocess's return code, which is negative for a signal, and None while the process runs."""
     return 128 - returncode if returncode is not None and returncode < 0 else returncode
 
 

@@ -1,4 +1,4 @@
-"""A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
+"""A job on several hosts: an agent on each starts the ranks there. The supervisor treats it like a local job."""
 
 import contextlib
 import math
@@ -43,7 +43,7 @@ _PINGS = 12  # in that time
 
 
 class HostsJob:
-    """A context manager: on leaving it, nothing of the job is left on any host that can be reached."""
+    """A job on several hosts. A context manager: its exit ends all of the job on every host that can be reached."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HostsJob:
         wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
-        """``plan``: its variables are set for all ranks, besides what their host sets."""
+        """``plan``: its variables are set for all ranks, in addition to those that their host sets."""
         self.job = name_of_start(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
@@ -125,7 +125,7 @@ class HostsJob:
                 return
 
     def _stop_pings(self) -> None:
-        """Before any connection is closed: the number of its descriptor may be another one's afterwards."""
+        """Stops the pings before a connection is closed: another file may then get its descriptor's number."""
         self._is_over.set()
         self._pings.join()
 
@@ -134,7 +134,7 @@ class HostsJob:
         return Path(self._host_of[rank].ready["directory"], str(rank))
 
     def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
-        """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
+        """Adds a rank. Ranks run once all have been added; see `all_started`. `readers` give them standard input."""
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
     def all_started(self) -> None:
@@ -145,7 +145,7 @@ class HostsJob:
             host.send_json(JobFrame.START, fields)
 
     def readers(self, wake: Callable[[], None]) -> list[HostInput]:
-        """Of the standard input. ``wake`` is called when one may take more."""
+        """The hosts' readers of the standard input. ``wake`` is called when one may take more."""
         return [HostInput(host, wake) for host in (self._hosts if self._start["stdin"] == "all" else self._hosts[:1])]
 
     def ended(self, rank: int, status: int) -> None:
@@ -160,7 +160,7 @@ class HostsJob:
                 host.send_json(JobFrame.GONE, {"status": status}, rank)
 
     def awake(self) -> dict[str, str]:
-        """Of each Mac that has a part in the job, its name and why it may fall asleep, or nothing."""
+        """Why each Mac in the job may fall asleep, by name; "" where it stays awake."""
         found = {} if self._awake is None else {"this Mac": self._awake.error}
         return found | {host.name: error for host in self._hosts for error in host.ready["awake"].values()}
 
@@ -175,14 +175,14 @@ class HostsJob:
         return new
 
     def first_failed(self) -> int | None:
-        """What ranks of any host have noted; of those, the first one's host was reached first."""
+        """The first rank that failed, as noted on its host. If several hosts noted one, the first host decides."""
         return next((host.first_failed for host in self._hosts if host.first_failed is not None), None)
 
     def recordings(self) -> str | None:
         return ", ".join(f"{host.recordings} on {host.name}" for host in self._hosts if host.recordings) or None
 
     def remove_recordings(self) -> None:
-        """Agents do that by themselves where all of their ranks have succeeded."""
+        """Does nothing: an agent removes the recordings itself where all of its ranks have succeeded."""
 
     def end(self) -> None:
         if self._ends_at == math.inf:
@@ -220,13 +220,14 @@ class HostsJob:
         self._wait(lambda host: bool(host.ready), _PREPARE_SECONDS, "cannot prepare the job in time")
 
     def _wait(self, condition: Callable[[RemoteHost], bool], seconds: float, late: str) -> None:
-        """Until it holds for all hosts. What is wrong with any is said of all of them at once."""
+        """Waits until ``condition`` holds for all hosts. Raises one error for all hosts where it cannot."""
 
         def waiting() -> list[RemoteHost]:
             return [host for host in self._hosts if not (condition(host) or host.failed or host.closed)]
 
         deadline = time.monotonic() + seconds
         with self._changed:
+            # In steps, for a signal does not end the wait for a condition.
             while not self._changed.wait_for(lambda: not waiting(), _STEP) and time.monotonic() < deadline:
                 self._wakeup.require_none()
                 for interrupt in self.interrupts():
@@ -243,14 +244,14 @@ class HostsJob:
             raise CannotRun(text, failed[0]) if failed else ResourceError(text)
 
     def _interface(self) -> str:
-        """Where rank 0 listens: at the address that the hostfile gives, else at all of them."""
+        """The address where rank 0 listens: that in the hostfile; empty for all addresses."""
         if len(self._hosts) == 1 or all(host.is_local for host in self._hosts):
             return "127.0.0.1"
         first = self._hostfile.hosts[0]
         return first.ips[0] if first.ips else ""
 
     def _address(self) -> str:
-        """Where the others find rank 0."""
+        """The address at which the other ranks reach rank 0."""
         listens, port = parse_address(self._hosts[0].ready["address"])
         if listens not in ("0.0.0.0", "::"):
             return format_address(listens, port)
@@ -260,10 +261,10 @@ class HostsJob:
 
 
 def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]]) -> str:
-    """Of the first host, which has these ``names``. ``connections``: SSH_CONNECTION of each host, in its words.
+    """The address of the first host, which has ``names``. ``connections``: SSH_CONNECTION of each host, split.
 
     Raises:
-        ResourceError: none is known.
+        ResourceError: no address is known that others can reach.
     """
     if not any(len(words) == 4 for words in connections):
         return "127.0.0.1"

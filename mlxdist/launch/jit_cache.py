@@ -42,11 +42,11 @@ class JitCache:
             (temporary_directory / "mlx").symlink_to(kernels, target_is_directory=True)
 
     def pass_on(self) -> tuple[int, ...]:
-        """The descriptor that holds the lock: a process that inherits it holds the slot as long as it runs."""
+        """The descriptor that holds the lock: the slot stays taken while a process that inherits it runs."""
         return () if self._lock is None else (self._lock,)
 
     def close(self, succeeded: bool) -> None:
-        """``succeeded``: no rank was killed, so every kernel is complete."""
+        """Releases the slot. ``succeeded``: no rank was killed, so every kernel is complete."""
         if self._lock is not None:
             if succeeded:
                 self._unfinished.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ class JitCache:
         return None
 
     def _remove_unfinished(self) -> None:
-        """A killed rank may have left a library that is cut short, and MLX would load it for ever."""
+        """Removes libraries that a killed rank may have written in part: MLX would load them in every later job."""
         # Texts: there may be thousands, and each start of a job looks at them.
         files = [os.path.join(parent, name) for parent, _, names in os.walk(self.directory) for name in names]
         if len(files) > MAX_FILES:

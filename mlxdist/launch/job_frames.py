@@ -1,4 +1,4 @@
-"""What the launcher and a host's agent say to each other."""
+"""Frames that the launcher and a host's agent send each other."""
 
 from enum import IntEnum
 
@@ -10,7 +10,7 @@ AGENT = "launch.agent"  # the call's name
 
 
 class JobFrame(IntEnum):
-    """Frames between this call and its result, which says where recordings are, once nothing else is left."""
+    """Frames between this call and its result, which names the directory of recordings once no process is left."""
 
     # launcher to agent
     START = FIRST_STREAM_KIND  # JSON: the address of rank 0

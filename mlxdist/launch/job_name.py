@@ -23,12 +23,12 @@ JOB_NAME = _JobName()
 
 
 def full_name(name: str | None, running: Mapping[str, Sequence[str]], where: str) -> str:
-    """Of the running job of that name, or the only one whose name begins so; None: of the only one at all.
+    """The name of the running job that ``name`` is or begins, if it is the only one. None: the only job at all.
 
-    ``running``: the names, and the command of each.
+    ``running``: the names of the running jobs, with the command of each.
 
     Raises:
-        InvalidArgument: there is none, or more than one.
+        InvalidArgument: there is no such job, or more than one.
     """
     if name is not None and name in running:
         return name

@@ -1,4 +1,4 @@
-"""Which jobs of this user run on this host: a directory for each, with one record.
+"""Jobs of this user on this host: a directory for each, with one record.
 
     <runtime directory>/<job>/job.json             launcher, ranks, their temporary directory, command
     <runtime directory>/<job>/lock                 locked as long as the launcher or its reaper runs
@@ -66,7 +66,7 @@ class HostRanks:
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as job.json has it.
+    """A job, as job.json describes it.
 
     Attributes:
         launcher: the process that supervises it, 0 for a job that has ended. On another host of a job that is the
@@ -74,8 +74,8 @@ class Job:
         started: in seconds since 1970.
         temporary: the directory of the ranks here.
         flight: where they write their flight records, or "none".
-        ranks: of each rank here its process, and when that started, to tell it from a later one.
-        hosts, ssh, python: of a job on several hosts that was started on this machine, which these are, and the way.
+        ranks: for each rank here its process and when that started, to tell it from a later process with that number.
+        hosts, ssh, python: the hosts and how they are reached, for a job on several hosts started on this machine.
     """
 
     name: str = checked(as_text)
@@ -127,7 +127,7 @@ def list_jobs() -> list[Job]:
 
 
 def running_job(name: str | None = None) -> Job:
-    """The running job of that name, or of a name that begins so if there is only one; None: the only one at all.
+    """The running job with that name, or the only one whose name begins with it. None: the only job at all.
 
     Raises:
         InvalidArgument: there is none, or more than one.
@@ -139,7 +139,7 @@ def running_job(name: str | None = None) -> Job:
 
 
 def exact_job(name: str) -> Job | None:
-    """The running job of that name, else the one that has ended and left flight recordings."""
+    """The running job with that name, else the one that has ended and left flight recordings; None without one."""
     for job in list_jobs():
         if job.name == name:
             return job
@@ -147,9 +147,9 @@ def exact_job(name: str) -> Job | None:
 
 
 def find_job(name: str | None = None) -> Job:
-    """As `running_job`, but one of just that name comes first that has ended and left flight recordings.
+    """The job with exactly that name, even if it has ended and left flight recordings; else as `running_job` selects.
 
-    A job that failed and was restarted is the beginning of its successor's name; its recordings are its own.
+    The name of a job that failed and was restarted is the beginning of its successor's; its recordings are its own.
 
     Raises:
         InvalidArgument: there is none, or more than one.
@@ -158,7 +158,7 @@ def find_job(name: str | None = None) -> Job:
 
 
 def has_recordings(name: str) -> bool:
-    """Whether a job of that name has a directory for flight recordings here. ``name`` may be any text."""
+    """Whether a job with that name has a directory for flight recordings here. ``name`` may be any text."""
     is_name = name and "/" not in name and "\0" not in name and not name.startswith(".")
     return bool(is_name) and (runtime_directory() / name / "flight").is_dir()
 
@@ -173,7 +173,7 @@ class JobDirectory:
 
     @classmethod
     def of_ranks(cls, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> JobDirectory:
-        """``flight``: the MLXDIST_FLIGHT_DIR that the user has set."""
+        """``flight``: the value of MLXDIST_FLIGHT_DIR that the user has set."""
         if flight != "none":
             flight = os.path.abspath(os.path.expanduser(flight) if flight else runtime_directory() / name / "flight")
         return cls(Job(name, os.getpid(), time.time(), list(command), str(temporary), flight), name)
@@ -184,7 +184,7 @@ class JobDirectory:
             (directory / "flight").mkdir(mode=0o700)
 
     def pass_on(self) -> tuple[int, ...]:
-        """The descriptor that holds the lock: a process that inherits it holds the job as long as it runs."""
+        """The descriptor that holds the lock: the job counts as running while a process that inherits it runs."""
         return (self._lock,)
 
     def note_ranks(self, pids: dict[int, int]) -> None:
@@ -192,13 +192,13 @@ class JobDirectory:
         self.update(replace(self.job, ranks={str(r): (pid, started[pid]) for r, pid in pids.items() if pid in started}))
 
     def update(self, job: Job) -> None:
-        """Best effort: without it commands show what was true before."""
+        """Writes the record. A failure is ignored: then other commands show the previous state."""
         self.job = job
         with contextlib.suppress(OSError):
             self._write(self.path)
 
     def recordings(self) -> str | None:
-        """The directory with what the ranks have recorded, or None. Not one that the user has named."""
+        """The directory with the ranks' recordings, or None. A directory that the user has named is not returned."""
         try:
             return str(self.path / "flight") if os.listdir(self.path / "flight") else None
         except OSError:
@@ -219,7 +219,7 @@ class JobDirectory:
 
 
 def read_job(directory: Path) -> Job | None:
-    """The job of a directory, or None: it has ended, or the record is damaged."""
+    """The job recorded in a directory, or None: it has ended, or the record is damaged."""
     try:
         job = build(Job, parse_json(read_bounded(directory / "job.json", _MAX_BYTES)))
         return job if all(rank.isdigit() for rank in job.ranks) else None

@@ -38,7 +38,7 @@ _MARGIN_SECONDS = 30.0  # for what jobs have left to be removed
 
 
 def as_json(job: Job) -> dict[str, Any]:
-    """A job as `mlxdist ps --json` shows it."""
+    """A job as the object that `mlxdist ps --json` prints."""
     return {
         "job": job.name,
         "launcher": job.launcher,
@@ -51,7 +51,7 @@ def as_json(job: Job) -> dict[str, Any]:
 
 
 def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
-    """Ends them by SIGTERM to their launchers. The names of those that still run after that many seconds."""
+    """Ends jobs by SIGTERM to their launchers. Returns the names of jobs that still run after ``seconds``."""
     for job in jobs:
         with contextlib.suppress(ProcessLookupError):  # its reaper ends what is left
             os.kill(job.launcher, signal.SIGTERM)
@@ -72,7 +72,7 @@ def list_here() -> list[dict[str, Any]]:
 
 
 def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, list[str]]:
-    """``left``: what of jobs whose launcher and reaper are gone has been cleaned up, in words."""
+    """Ends jobs on this host. ``left`` in the result: messages about leftovers of other jobs that were cleaned up."""
     jobs = list_jobs()
     wanted = [job for job in jobs if everything or job.name in names]
     running = end_jobs(wanted, seconds)
@@ -84,25 +84,25 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
 
 
 def list_on(selection: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
-    """The jobs on all hosts, each with its "host"; and which hosts did not respond, in words."""
+    """The jobs on all hosts, each with its "host", and messages about hosts that did not respond."""
     with _connect(selection) as connections:
         return request_jobs(connections)
 
 
 def request_jobs(connections: Connections) -> tuple[list[dict[str, Any]], list[str]]:
-    """As `list_on`, over connections that there are."""
+    """The jobs on all hosts as in `list_on`, over existing connections."""
     results, problems = _call(connections, list_of(object_of(_JOB), _MAX_JOBS), "jobs.list")
     return [{"host": host} | job for host, jobs in results.items() for job in jobs], problems
 
 
 def full_name_of(name: str | None, jobs: Sequence[dict[str, Any]]) -> str:
-    """As `full_name`, among the jobs that hosts have listed."""
+    """The name of a job among those that hosts have listed; see `full_name`."""
     return full_name(name, {job["job"]: job["command"] for job in jobs}, "on these hosts")
 
 
 @dataclass
 class Stopped:
-    """Jobs that have ended, or still run: their names, each with its hosts. ``silent``: hosts that did not respond."""
+    """Names of jobs that have ended and that still run, with their hosts. ``silent``: messages about silent hosts."""
 
     ended: dict[str, list[str]] = field(default_factory=dict)
     running: dict[str, list[str]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Stopped:
 
 
 def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
-    """Raises InvalidArgument: there is no job of such a name, or more than one; ResourceError: nor do all respond."""
+    """Ends jobs on hosts. Raises InvalidArgument: a name has no job, or several; ResourceError: or hosts are silent."""
     stopped = Stopped()
     with _connect(selection) as connections:
         if not everything:
@@ -139,7 +139,7 @@ def _connect(selection: HostSelection) -> Connections:
 
 
 def _call(connections: Connections, check: Check, *call: Any) -> tuple[dict[str, Any], list[str]]:
-    """The checked results by host; and what is wrong with other hosts, in words."""
+    """Calls a function. Returns the checked results by host, and messages about the other hosts."""
     results, problems = {}, []
     for host, result in zip(connections.names, connections.call(*call)):
         try:

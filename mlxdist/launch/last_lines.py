@@ -16,7 +16,7 @@ _OTHER_PYTHON = "ModuleNotFoundError: No module named 'mlxdist'"
 
 
 class LastLines:
-    """What a rank has printed last on its two streams: few lines, and no long ones."""
+    """The last lines that a rank has printed on its two streams: a few, each shortened to a maximum length."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=KEPT)
@@ -30,13 +30,13 @@ class LastLines:
         self._unfinished[target] = _shortened(pieces[-1])
 
     def lines(self) -> list[str]:
-        """Without what is for a terminal only."""
+        """The lines as text, without escape sequences and overwritten updates of a progress bar."""
         found = [*self._lines, *(piece for _, piece in sorted(self._unfinished.items()) if piece)][-KEPT:]
         lines = [without_escapes(line).rstrip(b"\r").rpartition(b"\r")[2] for line in found]
         return [line.decode(errors="replace") for line in lines]
 
     def advice(self) -> str:
-        """What to do about the last line, if that is known; else empty."""
+        """Advice about the last line; empty for a line that is not known."""
         if not any(line.strip() == _OTHER_PYTHON for line in self.lines()[-1:]):
             return ""
         return (
@@ -46,6 +46,6 @@ class LastLines:
 
 
 def _shortened(line: bytes) -> bytes:
-    """Its start, from the last update of a progress bar on. A carriage return may be half of a line's end."""
+    """The start of the line's last update, for a progress bar. A final carriage return may be half of a line's end."""
     line = line[line.rfind(b"\r", 0, -1) + 1 :]
     return line if len(line) <= MAX_BYTES else line[:MAX_BYTES] + b"..."

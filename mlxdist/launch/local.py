@@ -1,4 +1,4 @@
-"""A job on this machine: what its ranks are given, and how they are started and ended."""
+"""A job on this machine: the environment of its ranks, and how they are started and ended."""
 
 import contextlib
 import os
@@ -50,9 +50,9 @@ _REAPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import
 
 
 def base_environment(environ: Mapping[str, str], with_mpi_shim: bool = True) -> dict[str, str]:
-    """What all ranks inherit from the launcher: not what belongs to another job; and the MPI shim, for plain MLX.
+    """The environment that all ranks inherit from the launcher, without variables of another job, with the MPI shim.
 
-    ``with_mpi_shim``: False where they use a backend of MLX's own.
+    ``with_mpi_shim``: False where the ranks use a backend of MLX's own.
 
     Raises:
         ResourceError: mlxdist has not been built.
@@ -76,10 +76,10 @@ def base_environment(environ: Mapping[str, str], with_mpi_shim: bool = True) -> 
 
 
 def check_fast_synch(variables: Mapping[str, str], ranks: int) -> None:
-    """``ranks``: how many run on this machine. MLX looks at the variable where it has Metal, and nowhere else.
+    """Raises an error for a setting that can lock up a GPU. ``ranks``: the number on this machine. Only Metal reads it.
 
     Raises:
-        InvalidArgument: they could lock up the GPU.
+        InvalidArgument: several ranks on one Mac would use it.
     """
     value = variables.get("MLX_METAL_FAST_SYNCH", "")
     if sys.platform == "darwin" and ranks > 1 and value not in ("", "0"):
@@ -91,16 +91,16 @@ def check_fast_synch(variables: Mapping[str, str], ranks: int) -> None:
 
 
 def usual_grace(on_mac: bool) -> float:
-    """Seconds, where the user gives none.
+    """The grace period in seconds where the user gives none.
 
-    A rank that is killed on a Mac costs a protection domain of RDMA until the Mac's restart, and one that waits in GPU
-    work can act on a signal only when macOS has ended that, after about 5 s.
+    Killing a rank on a Mac costs a protection domain of RDMA until the Mac restarts. A rank that waits in GPU work can
+    react to a signal only after macOS has ended that work, after about 5 s.
     """
     return 15.0 if on_mac else 5.0
 
 
 def keep_awake(pid: int) -> "Awake | None":
-    """Until the process has ended; None where this is no Mac."""
+    """Keeps this Mac awake until the process has ended. None on other systems."""
     if sys.platform != "darwin":
         return None
     from .awake import Awake
@@ -133,7 +133,7 @@ class LocalRank:
         return of_process(self.process.poll())
 
     def signal(self, number: signal.Signals) -> None:
-        """To all its processes. Only while it runs: its number may belong to another process afterwards."""
+        """Signals all processes of the rank, only while it runs: later, another process may get its number."""
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):  # it is just ending; macOS has the latter for zombies
@@ -142,22 +142,22 @@ class LocalRank:
 
 @dataclass(eq=False, repr=False)
 class LocalJob:
-    """What the ranks of a job share. A context manager: on leaving it, nothing of the job is left.
+    """The ranks of a job on this machine, and what they share. A context manager: its exit leaves nothing of the job.
 
     The launcher opens the socket of the rendezvous itself and hands it to rank 0: no other program can take the port
     in between. The secret travels in the environment; a command line could be read by every user.
 
-    Where ranks run on other hosts, too, the caller sets ``address`` before it starts a rank. So for ``exports``: what
-    they are given for a backend of MLX's own.
+    Where ranks run on other hosts, too, the caller sets ``address`` before it starts a rank, and also ``exports``: the
+    settings of a backend of MLX's own.
 
     Attributes:
-        restart: how often the job was started before. Each start has a name, secret and address of its own.
-        first: the lowest rank here.
-        secret: that of all hosts.
-        interface, port: where rank 0 listens, with 0 for any port.
-        numbered: False where the only process that is started here starts the ranks, and numbers them (mpirun).
+        restart: the number of earlier starts of the job. Each start has a name, secret and address of its own.
+        first: the lowest rank on this machine.
+        secret: the secret that the ranks on all hosts share.
+        interface, port: the address where rank 0 listens, with port 0 for any free one.
+        numbered: False where the only process started here is mpirun, which starts the ranks and numbers them.
         stdin: the ranks that have a standard input, "all" or "0".
-        piped: it is a pipe of this process, see `readers`, and not the launcher's own: a terminal stays a terminal.
+        piped: whether that input is a pipe, see `readers`. Else it is the launcher's own: a terminal stays a terminal.
     """
 
     name: str
@@ -222,7 +222,7 @@ class LocalJob:
         return self.directory / str(rank)
 
     def start(self, rank: int, stdout: int, stderr: int) -> LocalRank:
-        """Starts one rank, which writes to these descriptors."""
+        """Starts one rank, which writes to these two descriptors."""
         temporary = self.temporary(rank)
         temporary.mkdir()
         local_rank = rank - self.first
@@ -284,7 +284,7 @@ class LocalJob:
         return source
 
     def readers(self, wake: Callable[[], None]) -> list[Pipe]:
-        """Of the standard input, where it is piped to the ranks."""
+        """The pipes to the ranks' standard input, where it is piped."""
         return self._pipes
 
     def ended(self, rank: int, status: int) -> None:
@@ -294,7 +294,7 @@ class LocalJob:
             self.note_end(rank, status)
 
     def note_end(self, rank: int, status: int) -> None:
-        """For ranks that wait for that one in mlxdist.init()."""
+        """Records that a rank has ended, for ranks that wait for it in mlxdist.init()."""
         with contextlib.suppress(OSError):  # the disk is full: they wait until their time is over
             note = self.first_failure.with_name(f"{self.first_failure.name}.ended-{rank}")
             replace_file(note, str(status), 0o600)
@@ -304,36 +304,36 @@ class LocalJob:
             self._record.note_ranks(self._started)
 
     def awake(self) -> dict[str, str]:
-        """Of a Mac, its name and why it may fall asleep, or nothing."""
+        """Why this Mac may fall asleep, or ""; nothing on other systems."""
         return {} if self._awake is None else {"this Mac": self._awake.error}
 
     def is_on_mac(self, rank: int) -> bool:
         return sys.platform == "darwin"
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
-        """None but the launcher's own: no other host has a part in the job."""
+        """An empty list: only the launcher gets signals, because no other host has a part in the job."""
         return []
 
     def remove_recordings(self) -> None:
         self._record.remove_recordings()
 
     def first_failed(self) -> int | None:
-        """The rank that the ranks here have noted as the first that failed, if they use mlxdist and had the time."""
+        """The first rank that failed, as noted by ranks here that use mlxdist; None if they could not note it."""
         try:
             return int(self.first_failure.read_text())
         except (OSError, ValueError):
             return None
 
     def recordings(self) -> str | None:
-        """Where what the ranks have recorded is, if they have."""
+        """The directory of the ranks' recordings, or None."""
         return self._record.recordings()
 
     def has_ended(self) -> bool:
-        """After `end`: whether nothing is left."""
+        """Whether nothing of the job is left, after `end`."""
         return self.reaper.poll() is not None
 
     def end(self) -> None:
-        """The reaper ends what is left of the job, removes its directories and exits."""
+        """Makes the reaper end what is left of the job, remove its directories and exit."""
         if not self._pipe.closed:
             self._notify_reaper("end")
             self._pipe.close()
@@ -362,13 +362,13 @@ class LocalJob:
 
 
 def new_name() -> str:
-    """A name for a job. One inside a rank of another job carries both names: what ends the outer job finds it."""
+    """A name for a job. A job inside a rank of another one carries both names, so the outer job's cleanup finds it."""
     outer = os.environ.get("MLXDIST_JOB")
     return (f"{outer}." if outer else "") + _random_hex(8)
 
 
 def _listen(interface: str, port: int, size: int) -> socket.socket:
-    """``interface``: an address, or empty for all, of IPv6, too."""
+    """A listening socket. ``interface``: an address, or empty for all addresses, also of IPv6."""
     both = not interface and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in interface else socket.AF_INET
     try:
@@ -379,7 +379,7 @@ def _listen(interface: str, port: int, size: int) -> socket.socket:
 
 
 def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tuple[_Rank, int, int]:
-    """``start``: of a job. The rank, and where its two streams are read."""
+    """Calls ``start`` with two new pipes. Returns the rank and the descriptors that its streams are read from."""
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
     try:
         return start(rank, stdout, stderr), out, err
@@ -389,8 +389,8 @@ def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tupl
 
 
 def allow_descriptors(ranks: int, hosts: int = 0, connections: int = 0) -> None:
-    """Pipes, copies of them and log files for each rank, a connection for each host, and others: more than some systems
-    allow by default (macOS: 256)."""
+    """Raises the limit of open descriptors: a rank needs pipes, their copies and log files, a host a connection. Some
+    systems allow fewer by default (macOS: 256)."""
     wanted = min(8 * ranks + 8 * hosts + connections + 64, _MAX_DESCRIPTORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -41,14 +41,14 @@ _OUTPUT = {"merge-stderr-to-stdout", "output", "output-filename", "tag-output", 
 
 
 def reach_variables(ssh: Sequence[str]) -> dict[str, str]:
-    """What makes mpirun reach other hosts by this command: before version 5, and since."""
+    """The variables that make mpirun use ``ssh`` to reach hosts: one for versions before 5, one since."""
     if list(ssh) == ["ssh"]:
         return {}
     return {"OMPI_MCA_plm_rsh_agent": shlex.join(ssh), "PRTE_MCA_plm_ssh_agent": shlex.join(ssh)}
 
 
 def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What MLX needs to find Open MPI's library.
+    """The variables by which MLX finds Open MPI's library.
 
     Raises:
         ResourceError: there is no mpirun.
@@ -65,10 +65,10 @@ def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """``arguments`` and ``environ``: of mpirun.
+    """Raises an error if mpirun would refuse to run as root. ``arguments``, ``environ``: those of mpirun.
 
     Raises:
-        InvalidArgument: it would not start, because this is root.
+        InvalidArgument: this is root, and neither the arguments nor the environment allow that.
     """
     allowed = any(
         {f"{prefix}_ALLOW_RUN_AS_ROOT", f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"} <= set(environ)
@@ -89,7 +89,8 @@ def mpirun_command(
     command: Sequence[str],
     tagged: bool = False,
 ) -> list[str]:
-    """``exported``: names of variables, whose values stay in the environment; a command line can be read by all users.
+    """The command line of mpirun. ``exported``: names of variables. Their values stay in the environment, because all
+    users can read a command line.
 
     ``directory``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the
     lines that it passes on; only before version 5.
@@ -106,14 +107,14 @@ def mpirun_command(
 
 
 def sends_output_elsewhere(arguments: Sequence[str]) -> bool:
-    """Whether ``arguments``, of mpirun, say what becomes of the ranks' output: then it has to pass through mpirun."""
+    """Whether mpirun's ``arguments`` redirect the ranks' output: then that has to pass through mpirun."""
     return bool(_options(arguments) & _OUTPUT)
 
 
 def pipes_of_rank(rank: int, directory: Path) -> tuple[int, int]:
-    """Where a rank on this machine writes its two streams: mpirun would mix its lines with those of the others.
+    """The pipes to which a rank on this machine writes its two streams: mpirun would mix its lines with other ranks'.
 
-    ``directory``: that of the job.
+    ``directory``: the directory of the job.
     """
     found = []
     for name in ("out", "err"):
@@ -124,19 +125,19 @@ def pipes_of_rank(rank: int, directory: Path) -> tuple[int, int]:
 
 
 def _options(arguments: Sequence[str]) -> set[str]:
-    """The names of options among the words: Open MPI takes them with one dash, too."""
+    """The names of the options among the words, without dashes: Open MPI also takes them with a single dash."""
     return {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
 
 
 @functools.cache
 def _version() -> int:
-    """Of Open MPI; 0 for another's mpirun."""
+    """The major version of Open MPI; 0 for an mpirun of another implementation."""
     found = re.search(r"\(Open MPI\) (\d+)", _output(["mpirun", "--version"]))
     return int(found[1]) if found else 0
 
 
 def _library(path: str) -> str | None:
-    """The name of libmpi, as the loader of this system finds it for Open MPI's own tool."""
+    """The file name of libmpi, as this system's loader resolves it for Open MPI's own tool."""
     info = shutil.which("ompi_info", path=path)
     if info is None:
         return None

@@ -48,7 +48,7 @@ class Nodes:
 
     @property
     def interface(self) -> str:
-        """Where node 0 listens: at the address that was given; at all, where it is a name, which often has others."""
+        """The address where node 0 listens; empty for all, if a name was given, which often has several."""
         try:
             socket.inet_pton(socket.AF_INET6 if ":" in self.host else socket.AF_INET, self.host)
         except OSError:
@@ -56,17 +56,17 @@ class Nodes:
         return self.host
 
     def ranks(self, each: int) -> range:
-        """Those of this node.
+        """The ranks of this node.
 
         Raises:
-            InvalidArgument: there would be too many.
+            InvalidArgument: the job would have too many ranks.
         """
         if self.count * each > MAX_RANKS:
             raise InvalidArgument(f"{self.count} nodes with {each} ranks each; at most {MAX_RANKS} ranks are possible")
         return range(self.number * each, (self.number + 1) * each)
 
     def job(self, name: str) -> str:
-        """The job's name here: what all nodes have in common, then what no other launcher has. See `same_job`."""
+        """The name of the job here: a part that all nodes share, then this launcher's own. See `same_job`."""
         import hashlib
 
         common = hashlib.sha256(b"name of the job" + self.secret.encode()).hexdigest()[:8]
@@ -77,7 +77,7 @@ class Nodes:
 def from_options(
     count: int | None, number: int | None, master: str | None, secret_file: str | None, environ: Mapping[str, str]
 ) -> Nodes | None:
-    """What --nodes, --node-rank and --master-addr say; None where they are not given.
+    """This node by --nodes, --node-rank and --master-addr; None where they are not given.
 
     Raises:
         InvalidArgument: one of them is missing or wrong, or there is no secret.
@@ -101,7 +101,7 @@ def from_options(
 
 
 def _look_up(host: str) -> None:
-    """Node 0 listens there, so the name is its own. On other nodes it may be known later."""
+    """Checks on node 0 that its name resolves, since it listens there. Other nodes may learn the name later."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -109,7 +109,7 @@ def _look_up(host: str) -> None:
 
 
 def from_slurm_step(environ: Mapping[str, str], secret_file: str | None) -> Nodes | None:
-    """This node, where srun has started one launcher on each of several; None where it has not.
+    """This node, if srun has started one launcher on each of several nodes; else None.
 
     Raises:
         InvalidArgument: SLURM's variables do not fit together, or there is no secret.
@@ -186,7 +186,7 @@ def _read_secret(file: str) -> str:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of these that is set."""
+    """The number in the first of these variables that is set; None if none is."""
     for name in names:
         text = environ.get(name)
         if text:

@@ -46,7 +46,7 @@ def _option(section: str, *names: str, **attributes: Any) -> Any:
 
 
 class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be made
-    """What the user has given, but for the hosts and the command: each with its declaration for click."""
+    """Options of the user, except hosts and command, each with its declaration for click."""
 
     ranks: int | None = _option(
         _WHERE,
@@ -168,7 +168,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
     print_python: bool = _option(_LAST, is_flag=True, help="Show the Python of the ranks' hosts, and start nothing.")
 
     def variables(self) -> dict[str, str]:
-        """Those that are set for all ranks."""
+        """The variables that the options set for all ranks."""
         given = parse_settings(_lines(self.env_file), "--env-file") | parse_settings(self.settings, "--env")
         named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP_TYPE": self.qp_type}
         return given | {name: value for name, value in named.items() if value is not None}
@@ -188,7 +188,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
 
 
 def absolute(directory: str, option: str) -> str:
-    """Raises UsageError: it is a relative name, and the current directory is gone."""
+    """The absolute path. Raises UsageError: it is a relative name, and the current directory is gone."""
     try:
         return os.path.abspath(directory)
     except FileNotFoundError:
@@ -198,14 +198,14 @@ def absolute(directory: str, option: str) -> str:
 
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options to a click command. Make an `Options` of what it gets for them."""
+    """Adds the options to a click command. Its function makes an `Options` of the values."""
     for name, option in reversed(Options._field_defaults.items()):
         command = option(name)(command)
     return command
 
 
 class LaunchCommand(click.Command):
-    """Its --help has sections. Options that stand in none of them are about hosts."""
+    """A command whose --help has sections. Options that are not in any of them select hosts."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {_WHERE: [], _HOSTS: []}
@@ -220,9 +220,9 @@ class LaunchCommand(click.Command):
 
 
 def with_python(command: list[str], python: str) -> list[str]:
-    """The command as it is run: a script, -m and -c by ``python``, or this one; `python` is that one, if it is given.
+    """The command to run. ``python``, or this Python, runs a script, -m and -c. A given ``python`` replaces `python`.
 
-    mlx.launch has its --python in front of every command, and its documentation shows scripts without any.
+    mlx.launch puts its --python in front of every command, and its documentation shows scripts without an interpreter.
     """
     first = command[0]
     if first in ("-m", "-c") or first.endswith(".py"):

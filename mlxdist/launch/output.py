@@ -1,4 +1,4 @@
-"""What the ranks print, line by line with the rank in front.
+"""Output of the ranks, line by line, with the rank in front.
 
 Bytes pass through as they are. A line is only held back until it is complete, so that lines of different ranks do not
 mix, and never without bound. On a terminal an unfinished line (a prompt, a progress bar, text that is generated token
@@ -48,10 +48,10 @@ _CLEAR = b"\r\x1b[2K\x1b[0m"
 
 
 class Output:
-    """The streams of all ranks and the two of the launcher. ``wake`` is called when it can take more, or less."""
+    """Output of all ranks, on the launcher's two streams. ``wake`` is called when it can take more, or less."""
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
-        """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a directory, for a copy."""
+        """``labels``: the text in front of each rank's lines, of equal width. ``logs``: a directory for copies."""
         # The launcher prints from other threads, too.
         self._lock = threading.RLock()
         self._wake = wake
@@ -71,7 +71,7 @@ class Output:
                     log.close()
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
-        """Two descriptors to read from; they belong to this object from now on."""
+        """Adds the two descriptors that a rank's output is read from; they belong to this object from now on."""
         last = self._last[rank] = LastLines()
         for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
             prefix = prefix_of(self._labels[rank])
@@ -83,7 +83,7 @@ class Output:
             self.streams.append(Stream(source, number, prefix, screen, last, self._lock, log, shown))
 
     def _open_log(self, rank: int, number: int) -> BinaryIO | None:
-        """Unbuffered, and longer after each start of the job. Raises ResourceError."""
+        """Opens a log file, unbuffered; each start of the job appends to it. Raises ResourceError."""
         if self._logs is None:
             return None
         path = self._logs / f"rank-{self._labels[rank].split()[0]}.{'out' if number == 1 else 'err'}"
@@ -93,7 +93,7 @@ class Output:
             raise ResourceError(f"--log-dir: {path} cannot be written: {error.strerror}") from None
 
     def draw(self) -> float | None:
-        """Shows unfinished lines whose time has come. Seconds until the next, or None."""
+        """Shows unfinished lines that are due. Returns the seconds until the next one, or None."""
         with self._lock:
             pauses = [pause for screen in self._screens if (pause := screen.draw_waiting()) is not None]
         return min(pauses, default=None)
@@ -103,19 +103,19 @@ class Output:
         return self._writer.is_full(most)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Prints a line of the launcher's own."""
         with self._lock:
             self._stderr.write_lines(2, text.encode(errors="replace") + b"\n")
 
     def line_was_typed(self) -> None:
-        """The terminal has shown a line that was typed, and its end: the cursor stands at the left."""
+        """Notes that the terminal has echoed a typed line with its end: the cursor is at the left now."""
         with self._lock:
             for screen in self._screens:
                 screen.line_was_typed()
         self._wake()  # another rank's unfinished line can be drawn now
 
     def say_last_lines(self, rank: int, name: str) -> None:
-        """What the rank has printed last, unless that is the last that was printed at all."""
+        """Prints the last lines of a rank, unless they are the last that were printed at all."""
         last = self._last[rank]
         lines = last.lines()
         hidden = any(last in screen.printed and screen.printed_last is not last for screen in self._screens)
@@ -127,11 +127,11 @@ class Output:
         return self._last[rank].advice()
 
     def close_unread(self) -> list["Stream"]:
-        """Streams without a reader are closed, so that the ranks notice as they would in a shell's pipe."""
+        """Closes and returns streams without a reader, so that ranks get the error that a shell's pipe gives."""
         return [stream for stream in self.streams if stream.target in self._writer.broken and stream.close()]
 
     def finish(self) -> None:
-        """Takes what is left in the pipes and ends unfinished lines. The next ranks can be added then."""
+        """Reads the rest of the pipes and ends unfinished lines. After that, the next ranks can be added."""
         for stream in self.streams:
             for _ in range(MAX_PIPE // READ_BYTES):
                 if not stream.read():
@@ -145,20 +145,20 @@ class Output:
         return bool(self._writer.broken)
 
     def write_error(self) -> str:
-        """Why the launcher's output cannot be written, if it is read; else empty."""
+        """Why the launcher's output cannot be written; empty if it can, or if only its reader is gone."""
         for target, error in self._writer.broken.items():
             if error.errno != errno.EPIPE:
                 return f"the standard {'output' if target == 1 else 'error'} cannot be written: {error.strerror}"
         return ""
 
     def is_written(self, seconds: float) -> bool:
-        """Waits until all is written, or ``seconds`` have passed."""
+        """Waits until everything is written, or ``seconds`` have passed. Returns whether everything is."""
         return self._writer.wait(seconds)
 
 
 @dataclass(eq=False)
 class Stream:
-    """One of a rank's two streams."""
+    """A standard output or standard error of a rank."""
 
     source: int
     target: int
@@ -174,7 +174,7 @@ class Stream:
     at_left: bool = True  # the next byte is the first of its line, or of an update of it
 
     def read(self) -> bool:
-        """Reads once. False: nothing there now, or the end, after which ``is_open`` is False."""
+        """Reads once. Returns False if there is no data now, or at the end, when ``is_open`` becomes False."""
         if not self.is_open:
             return False
         try:
@@ -196,7 +196,7 @@ class Stream:
         return True
 
     def close(self) -> bool:
-        """False if it was closed before."""
+        """Closes the stream. Returns False if it was closed before."""
         if not self.is_open:
             return False
         self.is_open = False
@@ -208,13 +208,13 @@ class Stream:
         return True
 
     def take_lines(self) -> bytes:
-        """Removes the complete lines from what is held, and decorates them."""
+        """Removes the complete lines from the held bytes, and returns them with prefixes."""
         end = self.held.rfind(b"\n") + 1
         lines, self.held = self.held[:end], self.held[end:]
         return self._decorate(self.tracebacks.take(lines))
 
     def take_updates(self) -> bytes:
-        """The same, for everything up to the last carriage return."""
+        """Removes everything up to the last carriage return, and returns it with prefixes."""
         if self.tracebacks.holds:
             return b""
         end = self.held.rfind(b"\r", 0, len(self.held) - 1) + 1  # a last one may be half of a line's end
@@ -222,7 +222,7 @@ class Stream:
         return self._decorate(pieces)
 
     def take_rest(self, final: bool) -> bytes:
-        """The same, for the unfinished line; not where it may be half of something that has to stay together."""
+        """Removes the unfinished line and returns it with a prefix; keeps bytes that may be half of a unit."""
         if self.tracebacks.holds:
             if not final and len(self.held) <= MAX_HELD:
                 return b""
@@ -236,7 +236,7 @@ class Stream:
         return self._decorate(rest)
 
     def restart_line(self) -> None:
-        """The unfinished line was broken: what follows needs the prefix again."""
+        """Notes that the unfinished line was broken: its continuation needs the prefix again."""
         self.at_left = True
 
     def _decorate(self, data: bytes) -> bytes:
@@ -260,7 +260,7 @@ class Stream:
 
 
 class Screen:
-    """One of the launcher's two streams, or both if they are the same. Lines of several ranks meet here."""
+    """One of the launcher's two streams, or both if they are the same file. Merges the lines of several ranks."""
 
     def __init__(self, target: int, writer: Writer) -> None:
         self._shows_unfinished = os.isatty(target)
@@ -293,7 +293,7 @@ class Screen:
         self.draw_waiting()
 
     def write_lines(self, target: int, lines: bytes) -> None:
-        """Writes whole lines where another stream's unfinished line may stand."""
+        """Writes complete lines where another stream's unfinished line may be."""
         owner, drawn = self._owner, self._drawn
         if owner is None:
             self._write(target, lines)
@@ -315,7 +315,7 @@ class Screen:
         self._owner = None
 
     def draw_waiting(self) -> float | None:
-        """Shows unfinished lines as far as they can be shown now. Seconds until it may be more, or None."""
+        """Shows unfinished lines as far as possible. Returns the seconds until more may be possible, or None."""
         self._waiting = [stream for stream in self._waiting if stream.held]
         now = time.monotonic()
         for stream in self._waiting:
@@ -329,7 +329,7 @@ class Screen:
         return min((pause for pause in pauses if pause > 0), default=None)
 
     def _draw(self, stream: Stream) -> None:
-        """Shows as much of an unfinished line as can be shown now, and makes the stream the owner of the line."""
+        """Shows as much of an unfinished line as possible, and makes its stream the owner of the current line."""
         data = stream.take_updates()
         if self._shows_unfinished or len(stream.held) > MAX_HELD:
             data += stream.take_rest(final=False)

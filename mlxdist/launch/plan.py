@@ -1,4 +1,4 @@
-"""What a launcher runs: the ranks it starts, their command and settings, and where."""
+"""The plan of a launch: the ranks that a launcher starts, their command and settings, and their hosts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["LaunchPlan"]
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What is to be run. Without a hostfile: on this machine, where ``directory`` and ``ssh_config`` play no part.
+    """A launch: the ranks to start, and where. Without a hostfile they run on this machine, and ``directory`` and
+    ``ssh_config`` have no effect.
 
-    ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
-    mpirun it is 1: that starts the ranks.
+    ``ranks`` is the number of ranks that this launcher starts: all of the job's, except those of other ``nodes``. It is
+    1 with mpirun, which starts the ranks.
     """
 
     ranks: int
@@ -52,7 +53,7 @@ class LaunchPlan:
         return self.backend.name == "mpi"
 
     def labels(self) -> list[str]:
-        """What stands in front of the lines of each rank of the job; with mpirun, of itself and then of each rank."""
+        """The label in front of each rank's lines. With mpirun: the label of mpirun, then one for each rank."""
         if self.by_mpirun:
             ranks = sum(host.slots for host in self.backend.hosts) if self.splits_output else 0
             width = max(len("mpi"), len(str(ranks - 1)))

@@ -1,4 +1,4 @@
-"""Which process a number means: systems give numbers again, but not with the same start time."""
+"""Identifies processes by number and start time: systems reuse numbers, but not with the same start time."""
 
 import sys
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ __all__ = ["start_times"]
 
 
 def start_times(pids: Iterable[int]) -> dict[int, str]:
-    """When each of the processes started, as text to be compared. Those that have ended, zombies too, are left out."""
+    """The start time of each process, as text to compare. Processes that have ended, and zombies, are left out."""
     return _from_proc(pids) if sys.platform == "linux" else _from_ps(pids)
 
 

@@ -7,8 +7,8 @@ recordings are in it. It holds the lock of that directory: where both are killed
 
 Rejected: prctl(PR_SET_PDEATHSIG), which only Linux has, and which reaches the ranks but not their children; one such
 process per rank, which doubles the processes to start; a fork of the launcher, which a `pkill -9 -f "mlxdist launch"`
-kills together with it. For the same reason its command line has this file's path, and with -I -S it starts in 10 ms,
-beside the ranks. It imports nothing of mlxdist, and cannot.
+kills together with it. Because of such a `pkill`, its command line has this file's path. With -I -S it starts in 10
+ms, in parallel with the ranks. It imports nothing of mlxdist, and cannot.
 """
 
 import os
@@ -36,7 +36,7 @@ LOST_DOMAINS = (
 
 
 class ProcessGroup:
-    """The process group of a rank whose leader has ended or has to."""
+    """A rank's process group whose leader has ended, or has to end."""
 
     def __init__(self, number: int, grace: float, first_pause: float) -> None:
         self._number = number
@@ -46,7 +46,7 @@ class ProcessGroup:
         self.was_killed = False
 
     def press(self) -> bool:
-        """Sends the signal that is due. False when nothing is left to try."""
+        """Sends the next signal when it is due. Returns False when no signal is left."""
         if time.monotonic() < self._next:
             return True
         if not self._signals:
@@ -73,7 +73,7 @@ class Reaper:
         self.killed = 0  # groups that SIGTERM did not end
 
     def serve(self, pipe: int) -> None:
-        """Returns when the launcher has ended."""
+        """Reads the launcher's lines and ends groups. Returns when the launcher has ended."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         text = b""
@@ -106,7 +106,7 @@ class Reaper:
                 self.killed += group.was_killed
 
     def finish(self) -> int:
-        """Ends what is left, removes the directories, and returns how many ranks still ran."""
+        """Ends the remaining groups, removes the directories, and returns how many ranks still ran."""
         running = len(self._living)
         self._ending.update((number, ProcessGroup(number, self._grace, 0)) for number in self._living)
         while self._ending:
@@ -118,7 +118,7 @@ class Reaper:
 
 
 def clean_up(job: str, temporary: str, directory: str) -> None:
-    """Ends processes that have left their rank's process group (daemons, jobs of a shell), removes the directories."""
+    """Ends processes that have left their rank's process group, such as daemons, and removes the job's directories."""
     for number, seconds in ((signal.SIGTERM, AFTER_TERM), (signal.SIGKILL, AFTER_KILL)):
         deadline = time.monotonic() + seconds
         signaled: set[int] = set()
@@ -140,7 +140,7 @@ def clean_up(job: str, temporary: str, directory: str) -> None:
 
 
 def _remove_tree(directory: str) -> None:
-    """As far as it can be removed. Importing shutil takes as long as the rest of what ends a short job."""
+    """Removes a tree as far as possible. Importing shutil would take as long as the rest of the end of a short job."""
     try:
         for _, directories, files, descriptor in os.fwalk(directory, topdown=False):
             for remove, names in ((os.unlink, files), (_remove_directory, directories)):
@@ -162,7 +162,7 @@ def _remove_directory(name: str, *, dir_fd: int) -> None:
 
 
 def _remove_job_directory(directory: str) -> None:
-    """First what makes it a running job; then it goes, unless recordings of the ranks are in it."""
+    """Removes first the files that make it a running job, then the directory, unless it has recordings of the ranks."""
     for remove, name in (
         (os.unlink, "job.json"),
         (os.unlink, "job.new"),
@@ -191,7 +191,7 @@ def _with_living_members(groups: dict[int, ProcessGroup]) -> set[int]:
 
 
 def _of_job(job: str) -> set[int]:
-    """Processes that carry the job's name in their environment, or that of a job started inside it."""
+    """The processes whose environment has the name of the job, or of a job that was started inside it."""
     marker = b"MLXDIST_JOB=" + job.encode()
     of_job = set()
     for process, _, variables in _processes(with_variables=True):
@@ -202,7 +202,7 @@ def _of_job(job: str) -> set[int]:
 
 
 def _processes(with_variables: bool) -> list[tuple[int, int, bytes]]:
-    """Process, process group and environment of every living process that this user may look into."""
+    """Process, group and environment of every running process whose environment this user may read."""
     if sys.platform != "linux":
         return _processes_by_ps(with_variables)
     processes = []

@@ -1,4 +1,4 @@
-"""A host of a job, as the launcher sees it: its agent at the other end of a connection, and the ranks there."""
+"""A host of a job in the launcher: the connection to its agent, and the ranks there."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ __all__ = ["HostInput", "RemoteHost", "RemoteRank"]
 
 @dataclass
 class RemoteRank:
-    """A rank on a host of the job. Its exit status comes with the connection."""
+    """A rank on a host of the job. The agent sends its exit status."""
 
     rank: int
     host: "RemoteHost"
@@ -59,16 +59,16 @@ class HostInput:
         self._host.send(JobFrame.INPUT)
 
     def acknowledged(self, wants_more: bool) -> None:
-        """The host has taken it, or will take nothing any more. In the thread that reads from it."""
+        """Notes that the host took the frame, or will take no more. Runs in the thread that reads from the host."""
         self._is_over = self._is_over or not wants_more
         self._is_under_way = False
         self._wake()
 
 
 class RemoteHost:
-    """Starts an agent by ssh, or next to the launcher where the host is this machine.
+    """The agent of one host. Starts it by ssh, or next to the launcher where the host is this machine.
 
-    What the agent has sent is here, as far as it has come: the thread that reads changes it, under ``changed``.
+    Attributes hold what the agent has sent so far. The thread that reads changes them, under ``changed``.
     """
 
     def __init__(self, host: Host, ssh_config: SshConfig, changed: threading.Condition) -> None:
@@ -92,7 +92,7 @@ class RemoteHost:
         self._is_called = False
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """``wake`` is called when a rank has ended, or the connection."""
+        """Starts the agent. ``wake`` is called when a rank, or the connection, has ended."""
         self._wake = wake
         self._connection = Connection(self.name, self._ssh_config, lambda text: self.say(f"{self.name}: {text}"))
         self._reader = threading.Thread(target=self._read, name=f"mlxdist {self.name}", daemon=True)
@@ -106,11 +106,11 @@ class RemoteHost:
 
     @property
     def is_mac(self) -> bool:
-        """As the host has said in its greeting."""
+        """Whether the host's greeting says that it is a Mac."""
         return self.hello.get("system") == "darwin"
 
     def ping(self) -> None:
-        """Says that the launcher lives. Never waits: what is under way to the host says so as well."""
+        """Sends a sign of life of the launcher. Never waits: bytes that are still in transit serve as well."""
         if self._is_called:
             self._connection.try_send(pack(JobFrame.PING))
 
@@ -119,7 +119,7 @@ class RemoteHost:
         self._is_called = True
 
     def add_rank(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
-        """What the rank prints will be written to the descriptors, which belong to this object from now on."""
+        """Adds a rank. Its output is written to the two descriptors, which belong to this object from now on."""
         added = RemoteRank(rank, self)
         self._ranks[rank] = added
         self._streams |= {(JobFrame.OUT, rank): stdout, (JobFrame.ERR, rank): stderr}
@@ -130,7 +130,7 @@ class RemoteHost:
         self._connection.close(seconds, self._reader)
 
     def why_lost(self) -> str:
-        """In words, once the connection has ended."""
+        """The reason for the end of the connection, in words, once it has ended."""
         return self._error or self._connection.why_lost()
 
     def _read(self) -> None:

@@ -32,19 +32,19 @@ LASTING = 600.0
 
 
 class Follower(Protocol):
-    """What stays while a job that serves is restarted, and ends with it (a context manager).
+    """A context manager that outlives the restarts of a serving job, and ends with it.
 
-    The launcher's thread calls it.
+    The launcher's thread calls its methods.
     """
 
     def starting(self, temporary: Path) -> None:
         """The ranks are started now; rank 0 is on this machine and has this temporary directory."""
 
     def seconds_ready(self) -> float:
-        """For how long the last start has been ready; 0 if it never was."""
+        """Seconds for which the last start has been ready; 0 if it never was."""
 
     def failed(self, reason: str, pause: float | None) -> None:
-        """A start has failed and has ended. The next one follows after ``pause`` seconds, or none does (None)."""
+        """Called after a start has failed and ended. The next follows after ``pause`` seconds, or never (None)."""
 
     def __enter__(self) -> Follower: ...
 
@@ -66,10 +66,10 @@ def run_with_restarts(
 ) -> int:
     """Calls ``run_once(number of this restart)`` until it succeeds, was interrupted, or ``most`` restarts have failed.
 
-    ``name``: of the first start; ``directory`` shows the next one, if there may be one. With a ``follower``, a job that
-    fails before it was ever ready is not restarted. A start that was ready resets the pause, and after LASTING seconds
-    of that also the count of restarts. Returns the exit status of the last one, or 128 + the signal that came in a
-    pause.
+    ``name``: the name of the first start. ``directory`` shows the next start, if there may be one. With a ``follower``,
+    a job that fails before it was ever ready is not restarted. A start that was ready resets the pause and, once it was
+    ready for LASTING seconds, also the count of restarts. Returns the exit status of the last start, or 128 + the
+    signal that came in a pause.
     """
     used, pause, is_worth_it = 0, FIRST_PAUSE, follower is None
     for restart in range(MAX_RESTARTS + 1):

@@ -117,7 +117,7 @@ def _make_logs(directory: Path) -> None:
 
 
 def _launcher_directory(plan: LaunchPlan, name: str) -> JobDirectory | None:
-    """What shows the job where no rank of it runs here: on other hosts, or in the pause before a restart."""
+    """The directory for a job that may have no rank here: it is on other hosts, or pauses before a restart."""
     hosts: list[HostRanks] = []
     if plan.hostfile is not None and not plan.by_mpirun:
         for host in plan.hostfile.hosts:
@@ -164,7 +164,7 @@ def _local_job(plan: LaunchPlan, name: str, restart: int) -> LocalJob:
 
 
 def _of_plan(plan: LaunchPlan, ending: Ending) -> Ending:
-    """Its closing line names the node or mpirun, where it is about one of them."""
+    """The ending with a closing line that names the node or mpirun, where it is about one of them."""
     text = ending.text
     if plan.by_mpirun:
         text = text.replace("rank 0 failed first", "mpirun failed").replace("rank 0", "mpirun")

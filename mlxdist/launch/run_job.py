@@ -73,7 +73,7 @@ def job_command(
     variables: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The launcher's command line and environment; arguments as of `run_job`."""
+    """The launcher's command line and environment. Arguments have the meaning that they have in `run_job`."""
     variables = variables or {}
     command = module_command("mlxdist", "launch", *where, *options)
     command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]

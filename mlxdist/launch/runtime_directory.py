@@ -1,4 +1,4 @@
-"""The directory in which what runs here is written down, and the locks that say whether it still does.
+"""The directory for records of running jobs, with locks that say whether they still run.
 
 It is $XDG_RUNTIME_DIR/mlxdist, where that is a directory of this user's, else mlxdist-<uid> in the temporary directory;
 or, where another user was first to take that name, mlxdist-<uid>-<anything>, which all later commands find again.
@@ -36,7 +36,7 @@ def runtime_directory() -> Path:
 
 
 def _with_another_name(directory: Path) -> Path:
-    """The first that this user has, or a new one: another user must not be able to block every launch."""
+    """The first directory of this user, or a new one: another user must not be able to block every launch."""
     for _ in range(2):
         for path in sorted(directory.parent.glob(f"{directory.name}-*")):
             if is_private_directory(path):
@@ -47,10 +47,11 @@ def _with_another_name(directory: Path) -> Path:
 
 
 def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
-    """Makes a directory in the runtime directory, which ``fill`` writes into: it, and the descriptor of its lock.
+    """Makes a directory in the runtime directory, with the files that ``fill`` writes, and locks it. Returns it and the
+    descriptor of its lock.
 
     Raises:
-        ResourceError: it cannot be made, and nothing of it is there.
+        ResourceError: it cannot be made; nothing of it is left.
     """
     runtime = runtime_directory()
     new = runtime / f".new-{name}"  # until it is complete: no process sees it without its lock
@@ -71,7 +72,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
 
 
 def try_lock(directory: Path, how: int) -> int | None:
-    """Its lock's descriptor, now held as ``how`` says; None if another process holds it, or none can."""
+    """Locks the directory as ``how`` says. Returns the descriptor of its lock; None if that is impossible now."""
     try:
         lock = open_private(directory / "lock", os.O_RDWR)
     except OSError:

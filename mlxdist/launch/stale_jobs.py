@@ -1,7 +1,7 @@
-"""What a job leaves when its launcher and its reaper were both killed (pkill -9 -f mlxdist), removed by the next start.
+"""Removes leftovers of jobs whose launcher and reaper were both killed (pkill -9 -f mlxdist), at the next start.
 
-Only what is provably of such a job: no process holds its lock, so none supervises it; the ranks are processes
-that carry its random name in their environment, or that lead a recorded process group and started at the recorded time.
+Only leftovers that provably belong to such a job: no process holds its lock, so none supervises it; the ranks are
+processes that carry its random name in their environment, or lead a recorded group and started at the recorded time.
 A rank's child that has left its group and has cleared its environment is not found; a directory on a file system
 without locks is left alone. So is the job in which this launcher itself runs.
 """
@@ -25,7 +25,7 @@ HALF_MADE = 3600.0
 
 
 def remove_stale_jobs() -> list[str]:
-    """Ends what is left of jobs whose launcher was killed, and removes their directories. What it did, in words.
+    """Ends processes of jobs whose launcher was killed, and removes their directories. Returns messages about that.
 
     Raises:
         ResourceError: there is no place for job directories.
@@ -68,7 +68,7 @@ def _clean_up(job: str, directory: Path) -> str | None:
 
 
 def _remove_launcher(directory: Path) -> None:
-    """It is about no process but the launcher. Of a job on several hosts each ends what there is to end itself."""
+    """Removes a launcher's directory, which is about no other process. On other hosts, agents end the ranks."""
     lock = try_lock(directory, fcntl.LOCK_EX)
     if lock is not None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -76,7 +76,7 @@ def _remove_launcher(directory: Path) -> None:
 
 
 def _is_plausible(job: Job) -> bool:
-    """Nothing but what a launcher has made is ever removed."""
+    """Whether a directory was made by a launcher. Nothing else is ever removed."""
     temporary = Path(job.temporary)
     return temporary.is_absolute() and temporary.name.startswith("mlxdist-")
 
@@ -87,7 +87,7 @@ def _is_around_us(job: str) -> bool:
 
 
 def _remove_empty(directory: Path) -> bool:
-    """True unless recordings are in it."""
+    """Removes a directory unless it has recordings. Returns whether it has none."""
     for empty in (directory / "flight", directory):
         try:
             empty.rmdir()

@@ -1,8 +1,8 @@
-"""The launcher's standard input, handed on to the ranks.
+"""The launcher's standard input, passed on to the ranks.
 
-What is read goes to every reader: a pipe of a rank on this machine, or a host, whose agent has pipes of its ranks. Each
-takes it at its own pace, and what it has not taken yet waits for it. More is read once the reader that is least behind
-has taken all; so one that does not read delays no other.
+All input goes to every reader: a pipe of a rank on this machine, or a host, whose agent has pipes of its ranks. Each
+reads at its own pace, and its unread input is queued. The launcher reads more once the fastest reader has read
+everything, so a reader that does not read delays no other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pipe:
         return self._target
 
     def offer(self, data: memoryview) -> int:
-        """How much of it has been taken now, without waiting. Raises BrokenPipeError: it will never read any more."""
+        """Writes as much as fits without waiting. Returns its size. Raises BrokenPipeError: the rank reads no more."""
         try:
             return os.write(self._target, data)
         except BlockingIOError:
@@ -57,9 +57,9 @@ class Pipe:
 
 
 class Feed:
-    """What waits for whom. Not for several threads at once.
+    """The queues of unread input, one per reader. Not for several threads at once.
 
-    ``selector``: pipes that are full are registered there, with what to call when they can take more as their data.
+    ``selector``: full pipes are registered there; their data is the function to call when they can take more.
     """
 
     def __init__(self, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Feed:
 
     @property
     def wants_more(self) -> bool:
-        """Whether a reader has taken all there is."""
+        """Whether a reader has read everything so far, and input has not ended."""
         return not self._ended and any(not left for left in self._waiting.values())
 
     def add(self, reader: Reader) -> None:
@@ -82,7 +82,7 @@ class Feed:
         self.push(reader)
 
     def put(self, data: bytes) -> None:
-        """For all readers; empty: there will be no more."""
+        """Queues ``data`` for all readers; empty data ends the input."""
         self._ended = not data
         for reader, left in list(self._waiting.items()):
             if data:
@@ -94,7 +94,7 @@ class Feed:
                 self._remove(reader)
 
     def push(self, reader: Reader) -> None:
-        """Gives the reader as much as it takes."""
+        """Passes the reader as much of its queue as it takes."""
         if (left := self._waiting.get(reader)) is None:
             return
         try:
@@ -118,7 +118,7 @@ class Feed:
             self.push(reader)
 
     def close(self) -> None:
-        """Drops what waits, and all readers."""
+        """Drops all queues and readers."""
         for reader in list(self._waiting):
             self._remove(reader)
 
@@ -137,10 +137,10 @@ class Feed:
 
 
 class StandardInput:
-    """Reads as long as the launcher runs: a restarted job goes on where the reading has got to.
+    """Reads standard input as long as the launcher runs: a restarted job continues where reading has stopped.
 
     One thread reads, since no call waits for files and terminals in the same way on all systems; another writes.
-    ``typed`` is called when a line was typed at a terminal, before the ranks have it.
+    ``typed`` is called when a line was typed at a terminal, before ranks get it.
     """
 
     def __init__(self, say: Callable[[str], None], typed: Callable[[], None] = lambda: None) -> None:
@@ -156,7 +156,7 @@ class StandardInput:
         ]
 
     def feed(self, readers: Iterable[Reader]) -> None:
-        """From now on what is read is for these."""
+        """Adds readers for the input that is read from now on."""
         with self._changed:
             for reader in readers:
                 self._feed.add(reader)
@@ -167,7 +167,7 @@ class StandardInput:
                 thread.start()
 
     def clear(self) -> None:
-        """The readers are gone. What they have not taken is lost, what is read from now on waits for the next."""
+        """Removes all readers and their unread input. Input that is read later is kept for the next readers."""
         with self._changed:
             self._feed.close()
 
@@ -200,7 +200,7 @@ class StandardInput:
 
 
 def _read_once() -> bytes:
-    """Waits for something to read; empty: the end."""
+    """Waits for input and returns it; empty at the end."""
     while True:
         try:
             return os.read(0, READ_BYTES)

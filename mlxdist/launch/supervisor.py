@@ -169,7 +169,7 @@ class Supervisor:
             self._hint_at = now + HINT_SECONDS
 
     def _hint(self) -> None:
-        """Ctrl-C seems to do nothing: another one does more."""
+        """Prints, once it is due, which ranks still run after SIGINT, and what another Ctrl-C does."""
         now = time.monotonic()
         if now < self._hint_at or not self._running:
             return
@@ -206,7 +206,7 @@ class Supervisor:
                 self._next = now + self._grace
 
     def _press(self) -> None:
-        """Sends the next signal when the time for leaving without it is over."""
+        """Sends the next signal after the grace period for the previous one."""
         if self._rungs and self._running and time.monotonic() >= self._next:
             self._send(self._rungs.pop(0))
             self._next = time.monotonic() + (self._grace if self._rungs else AFTER_KILL)
@@ -231,7 +231,7 @@ class Supervisor:
         return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
 
     def _verdict(self) -> tuple[int, list[str]]:
-        """Exit status, and the clauses of the closing line: the cause is the first."""
+        """The exit status, and the clauses of the closing line, of which the first is the cause."""
         seconds = time.monotonic() - self._started
         if self._is_late and not self._failed:
             first = f"it has not ended after {self._limit:g} s (--timeout)"
@@ -252,7 +252,7 @@ class Supervisor:
         return status, [first, *self._fates(failed)]
 
     def _lost_domains(self) -> str:
-        """What ranks that were killed on Macs may have cost."""
+        """A clause about protection domains that ranks killed on Macs may have cost."""
         killed = 128 + signal.SIGKILL
         ranks = [rank for rank, status in self._statuses.items() if status == killed and self._job.is_on_mac(rank)]
         if not ranks:
@@ -260,12 +260,12 @@ class Supervisor:
         return f"; {name_ranks(sorted(ranks))} killed on a Mac: {LOST_DOMAINS}"
 
     def _first_failure(self) -> tuple[int, float]:
-        """Cause and consequence end within milliseconds, in any order: the ranks note who was first."""
+        """The rank that failed first, by the ranks' notes: cause and consequence end within ms, in any order."""
         noted = self._job.first_failed()
         return next((failure for failure in self._failed if failure[0] == noted), self._failed[0])
 
     def _fates(self, besides: int | None) -> list[str]:
-        """What became of the other ranks, in words."""
+        """Clauses about the ends of the other ranks."""
         fates: dict[str, list[int]] = {}
         for rank, status in self._statuses.items():
             if rank == besides:

@@ -11,10 +11,10 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def terminal_variables(given: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
-    """What programs need to know about the terminal behind the pipe: that it has colors, and its size.
+    """The variables that describe the terminal behind the pipe to programs: whether it has colors, and its size.
 
-    ``given``: variables that the ranks have, which stay; those of other hosts do not say what this terminal can do.
-    Empty unless both of the launcher's streams are terminals.
+    ``given``: variables of the ranks, which are kept; those of other hosts do not describe this terminal. The result is
+    empty unless both of the launcher's streams are terminals.
     """
     if not (os.isatty(1) and os.isatty(2)):
         return {}

@@ -1,4 +1,4 @@
-"""Tracebacks of ranks that fail alike: one is shown, and of the other ranks the last line, which is the error."""
+"""Tracebacks of ranks that fail alike: one is shown; for the other ranks only the last line, which is the error."""
 
 import re
 from collections import Counter
@@ -24,14 +24,14 @@ _OURS = (str(Path(__file__).parents[1]).encode() + b"/", b"/site-packages/mlxdis
 
 
 class Tracebacks:
-    """Those of all ranks, each in one piece."""
+    """Counts tracebacks of all ranks, each as one text."""
 
     def __init__(self) -> None:
         self._shown: Counter[bytes] = Counter()
         self._had: Counter[tuple[int, bytes]] = Counter()
 
     def is_new(self, rank: int, text: bytes) -> bool:
-        """Whether no other rank has printed it as often as this one now has."""
+        """Whether no other rank has printed ``text`` as often as this one has now."""
         if len(self._had) >= _MOST_KEPT:
             self._shown.clear()
             self._had.clear()
@@ -43,10 +43,10 @@ class Tracebacks:
 
 
 class TracebackFilter:
-    """What of a rank's standard error is shown."""
+    """Selects the lines of a rank's standard error to show."""
 
     def __init__(self, rank: int, tracebacks: Tracebacks | None) -> None:
-        """``tracebacks``: None where they are shown as they come."""
+        """``tracebacks``: None where they are all shown at once."""
         self._rank = rank
         self._tracebacks = tracebacks
         self._held: list[bytes] = []  # of a traceback that is not complete
@@ -57,14 +57,14 @@ class TracebackFilter:
         return bool(self._held)
 
     def take(self, lines: bytes) -> bytes:
-        """``lines``: complete ones, each with its end."""
+        """The lines to show. ``lines``: complete ones, each with its end."""
         tracebacks = self._tracebacks
         if tracebacks is None or not (self._held or self.repeats or _START in lines or b'  File "' in lines):
             return lines  # the usual case, fast
         return b"".join(self._take_line(line, tracebacks) for line in lines.splitlines(keepends=True))
 
     def take_held(self) -> bytes:
-        """There is no more."""
+        """The held lines to show, because no more lines follow."""
         held, self._held = b"".join(self._held), []
         return held
 
@@ -85,7 +85,7 @@ class TracebackFilter:
 
 
 def _without_inner_frames(lines: list[bytes]) -> bytes:
-    """Where an error of mlxdist's was raised inside of it means nothing to its user; `--log-dir` keeps it."""
+    """The traceback without frames inside mlxdist: they mean nothing to its user, and `--log-dir` keeps them."""
     if not lines[-1].startswith(b"mlxdist."):
         return b"".join(lines)
     frames = [(place, frame[1]) for place, line in enumerate(lines) if (frame := _FRAME.match(line))]

@@ -1,4 +1,4 @@
-"""Signals, as something to wait for beside descriptors."""
+"""Signals as an event that a thread can wait for together with descriptors."""
 
 import select
 import signal
@@ -11,7 +11,7 @@ __all__ = ["Interrupted", "Wakeup"]
 
 
 class Interrupted(Exception):
-    """A signal has come while the job was being prepared. ``host``: where, if that is not the launcher itself."""
+    """A signal that came while the job was prepared. ``host``: where it came, if not to the launcher itself."""
 
     def __init__(self, number: signal.Signals, host: str = "") -> None:
         super().__init__(number.name + (f" on {host}" if host else ""))
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 class Wakeup:
-    """A descriptor that becomes readable when a signal or another thread wants attention."""
+    """A descriptor that becomes readable when a signal arrives or another thread calls `wake`."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
@@ -38,7 +38,7 @@ class Wakeup:
             return  # it is full, so it is readable
 
     def read(self) -> list[signal.Signals]:
-        """The signals that have arrived and want the job to end. SIGCHLD only wakes."""
+        """The signals so far that ask for the end of the job. SIGCHLD only wakes the waiting thread."""
         try:
             return [signal.Signals(number) for number in self._source.recv(4096) if number not in (0, signal.SIGCHLD)]
         except BlockingIOError:
@@ -50,11 +50,11 @@ class Wakeup:
             raise Interrupted(number)
 
     def is_awake(self, seconds: float | None) -> bool:
-        """Waits. Whether there is something to be read."""
+        """Waits up to ``seconds``. Returns whether there is something to read."""
         return bool(select.select([self._source], [], [], seconds)[0])
 
     def wait(self, seconds: float) -> signal.Signals | None:
-        """Waits, and returns the signal that has ended the pause before its time."""
+        """Waits. Returns the signal that ended the pause early, or None."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self.is_awake(left)
@@ -64,12 +64,13 @@ class Wakeup:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """While it lasts, signals only wake the waiting thread. Those that are ignored (nohup) stay ignored."""
+        """A context in which signals only wake the waiting thread. Ignored ones (nohup) stay ignored."""
         previous = {}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # the parent process may have blocked them
         descriptor = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
         for number in self.SIGNALS:
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                # Python writes to the descriptor only for signals that have a handler of Python's.
                 previous[number] = signal.signal(number, lambda number, frame: None)
         try:
             yield

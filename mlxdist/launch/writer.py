@@ -1,4 +1,4 @@
-"""What the launcher writes to its own two streams, from a thread."""
+"""A thread that writes to the launcher's own two streams."""
 
 import collections
 import os
@@ -13,8 +13,8 @@ MAX_BACKLOG = 4 << 20
 
 
 class Writer:
-    """Writes in a thread of its own: the reader of the launcher's output may be slow, or a pager that waits for a key,
-    and the ranks have to be supervised meanwhile."""
+    """Writes in a thread of its own: the reader of the launcher's output may be slow, or a pager that waits for a
+    key, and the launcher has to supervise ranks meanwhile."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.broken: dict[int, OSError] = {}  # descriptors whose reader is gone, or that cannot be written

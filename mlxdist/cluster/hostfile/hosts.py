@@ -94,7 +94,7 @@ class Hostfile:
         return replace(self, hosts=tuple(merged))
 
     def only(self, names: Sequence[str]) -> "Hostfile":
-        """The hosts with these names, and their rows and columns of a device map. A ring that loses a host is dropped."""
+        """The hosts with these names, with their rows and columns of a device map. A ring without one is dropped."""
         kept = [i for i, host in enumerate(self.hosts) if host.name in names]
         hosts = [self.hosts[i] for i in kept]
         hosts = [replace(host, rdma=tuple(host.rdma[j] for j in kept)) if host.rdma else host for host in hosts]
