@@ -162,7 +162,7 @@ def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
         InvalidArgument: the existing file is malformed.
     """
     from mlxdist.cluster.hostfile.rank_shares import check_hosts
-    from mlxdist.runtime.group.group import tuning
+    from mlxdist.runtime.group import tuning
 
     hosts, old = {}, tuning.Tuning()
     if path.exists():

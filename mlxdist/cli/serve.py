@@ -264,8 +264,8 @@ def start_ranks(
 ) -> None:
     """Runs the command of ``context`` on all ranks, with the options in ``given`` that the user has typed.
 
-    ``launcher``: options of `mlxdist launch`. ``more``: other arguments for the ranks. ``proxy``: the proxy that listens
-    at the address, if there is one.
+    ``launcher``: options of `mlxdist launch`. ``more``: other arguments for the ranks. ``proxy``: the proxy that
+    listens at the address, if there is one.
     """
     words = []
     for parameter in context.command.params:

@@ -9,7 +9,7 @@ answer.py           rank 0: the tokens of an answer with their text; stop_words.
 placement.py        Layout: which rank holds what of the model, given or chosen
 worker.py           BatchLimits; all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time
-memory.py           for how many tokens of KV caches every rank has memory
+memory.py           how many tokens of KV caches every rank has memory for
 prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 quantized_cache.py  KV caches of a few bits in batches
 adapters.py         which adapter each row of a batch has

@@ -1,7 +1,7 @@
 """Which adapter each row of a batch has, as an entry of mlx-lm's prompt caches, and a model that reads it there.
 
-So mlx-lm's batches, which join, split and keep prompt caches, carry it along. Adapters have numbers: 0 is none, 1 the
-first that the server was given.
+So mlx-lm's batches, which join, split and keep prompt caches, carry it along. Adapters have numbers: 0 is none, 1 is
+the first in the server's options.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["AdaptedModel", "AdapterCache", "adapter_of", "prompt_cache"]
 
 
 class AdapterCache(_BaseCache):
-    """Has no keys and values, but the number of the adapter of each row; with mlx-lm's methods of batches."""
+    """A cache of the adapter number of each row, without keys and values; with the methods for mlx-lm's batches."""
 
     def __init__(self, adapters: Sequence[int]) -> None:
         self.adapters = list(adapters)
@@ -37,10 +37,10 @@ class AdapterCache(_BaseCache):
         return AdapterCache([self.adapters[idx]])
 
     def prepare(self, **keywords: Any) -> None:
-        """Nothing: prompts are padded on no axis that is here."""
+        """Does nothing: this cache has no axis of tokens that prompts would be padded on."""
 
     def finalize(self) -> None:
-        """Nothing, as :meth:`prepare`."""
+        """Does nothing; see :meth:`prepare`."""
 
     def is_trimmable(self) -> bool:
         return True
@@ -58,7 +58,7 @@ class AdapterCache(_BaseCache):
 
 class AdaptedModel(nn.Module):
     """A model of ``load_sharded(adapter_path=[...])`` for mlx-lm's generators: its prompt caches end with an
-    :class:`AdapterCache`, which says with which adapters it is called."""
+    :class:`AdapterCache`, which has the number of the adapter for each row of a call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class AdaptedModel(nn.Module):
 
     @property
     def stage(self) -> Stage | None:
-        """Of the model, as :func:`stage_of` finds it."""
+        """The stage of the model; see :func:`stage_of`."""
         return stage_of(self.model)
 
 
 def prompt_cache(model: nn.Module, adapter: int) -> list[Any]:
-    """An empty one, of a request with that adapter; a model without adapters has none for it."""
+    """An empty prompt cache for a request with that adapter. A model without adapters gets no entry for it."""
     cache = make_prompt_cache(model)
     for each in _of_adapters(cache):
         each.adapters = [adapter]
@@ -87,7 +87,7 @@ def prompt_cache(model: nn.Module, adapter: int) -> list[Any]:
 
 
 def adapter_of(cache: Sequence[Any]) -> int:
-    """Of a prompt cache of one request."""
+    """The number of the adapter in the prompt cache of one request; 0 for none."""
     return next((each.adapters[0] for each in _of_adapters(cache)), 0)
 
 

@@ -13,12 +13,12 @@ __all__ = ["Answer", "Token"]
 
 @dataclass(frozen=True)
 class Token:
-    """One that was sampled for a request.
+    """A token that was sampled for a request.
 
     Attributes:
-        finish_reason: of the last token of an answer.
-        top: for the API's top_logprobs, the token itself first.
-        text: which this token completes; for the machine ``of_handler`` of :class:`Sections`.
+        finish_reason: why the answer ends, on its last token; None on the others.
+        top: the most likely tokens, for the API's top_logprobs, after the token itself.
+        text: the text that this token completes, as the machine ``of_handler`` of :class:`Sections` reads it.
     """
 
     token: int
@@ -32,8 +32,8 @@ class Answer:
     """The tokens of an answer, up to the one in which its first stop word begins.
 
     Args:
-        detokenizer: of this answer alone.
-        sections: of the tokenizer.
+        detokenizer: a detokenizer for this answer alone.
+        sections: the sections of this tokenizer.
         initial: the section with which the answer begins.
         words: the stop words.
     """
@@ -50,7 +50,7 @@ class Answer:
         return self._text.length
 
     def add(self, token: Token) -> list[Token]:
-        """The tokens whose text is decided now, in order. After a stop word the last one ends the answer."""
+        """Adds a token. Returns the tokens whose text is now final. After a stop word, the last one ends the answer."""
         if token.finish_reason != "stop":  # the token that ends an answer is no text
             self._detokenizer.add_token(token.token)
         if token.finish_reason is not None:

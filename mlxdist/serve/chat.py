@@ -37,13 +37,13 @@ _HELP = "q: exit, r: forget what was said, h: help; Ctrl-C stops an answer"  # m
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What `mlxdist chat` is given.
+    """The options of `mlxdist chat`.
 
     Attributes:
-        model, layout, stream_weights, max_context, chat_template_args: as in ServeOptions.
-        temp, top_p, max_tokens: of the answers.
-        seed: with which every answer is drawn; None for another one each time.
-        system_prompt: before the first question; empty for none.
+        model, layout, stream_weights, max_context, chat_template_args: see ServeOptions.
+        temp, top_p, max_tokens: the sampling of answers, and their maximum length in tokens.
+        seed: the seed with which every answer is drawn; None for a new one each time.
+        system_prompt: the system prompt before the first question; empty for none.
         interactive: whether prompts and statistics are shown, as on a terminal.
     """
 
@@ -119,10 +119,10 @@ class Terminal:
         self._ready.set()
 
     def failed(self) -> None:
-        """Nothing: the answer ends with the reason."""
+        """Does nothing: the answer ends with the reason."""
 
     def interrupt(self) -> None:
-        """Stops the answer; the second time before a question, the chat."""
+        """Stops the answer. Before a question, the second call ends the chat."""
         if self._answers:
             self._stopped.set()
         elif self._stopped.is_set():
@@ -132,7 +132,7 @@ class Terminal:
             os.write(2, b"\n(Ctrl-C again, or q, ends the chat)\n> ")  # print is not for handlers of signals
 
     def log(self, text: str) -> None:
-        """Nothing: what is said of an answer follows it."""
+        """Does nothing: the statistics of an answer follow it."""
 
     def _talk(self) -> None:
         self._ready.wait()

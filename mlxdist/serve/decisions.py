@@ -1,8 +1,8 @@
-"""What rank 0 decides before a step, as bytes: one broadcast per step, of a size that all ranks have known before.
+"""Rank 0's decisions before a step, as bytes: one broadcast per step, of a size that all ranks know in advance.
 
 A message has FRAME bytes, or as many as the message before it announced. So prompts of any length need no second
-broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes a message carries only
-what admitted requests bring: 4 bytes per token of the prompt, 12 per entry of logit_bias, grammars.
+broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes, a message carries only
+data of admitted requests: 4 bytes per token of the prompt, 12 per entry of logit_bias, grammars.
 
 Layout, little-endian: a header, the requests that end, the admitted requests, zeros.
 """
@@ -50,16 +50,16 @@ class Admission:
     """A request that all ranks begin to compute.
 
     Attributes:
-        number: of the request; they count from 0.
-        prompt: tokens.
+        number: the number of the request; they count from 0.
+        prompt: the tokens of the prompt.
         segments: the prompt in parts, each with its kind of SEGMENTS and its number of tokens. mlx-lm's prompt cache
             keeps the end of each.
-        max_tokens: the most that are generated.
-        seed: of this request's samples.
-        sampling, logits: as mlx-lm takes them.
+        max_tokens: the maximum number of tokens to generate.
+        seed: the seed of this request's samples.
+        sampling, logits: arguments for mlx-lm's samplers and logits processors.
         logprobs: whether rank 0 reads log-probabilities.
-        adapter: its number; 0 for none.
-        grammar: of the answer, llguidance's; empty for any answer.
+        adapter: the number of its adapter; 0 for none.
+        grammar: the grammar of the answer, in llguidance's format; empty for any answer.
         generated: tokens at the end of the prompt that are its answer so far: it has been preempted.
     """
 
@@ -77,17 +77,17 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Of its KV cache in the end, at most."""
+        """The maximum number of tokens of its KV cache, at its end."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def brought(self) -> int:
-        """Bytes of prompt, biases and grammar, which a message has beyond FRAME."""
+        """Bytes of its prompt, biases and grammar, which extend a message beyond FRAME."""
         return 4 * len(self.prompt) + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
 
     @property
     def size(self) -> int:
-        """Bytes of :meth:`encode`."""
+        """The number of bytes that :meth:`encode` returns."""
         return _REQUEST.size + _SEGMENT.size * len(self.segments) + self.brought
 
     def encode(self) -> bytes:
@@ -139,14 +139,14 @@ class Admission:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What all ranks do in one step.
+    """Decisions that all ranks carry out in one step.
 
     Attributes:
         step: counts from 0, modulo 2**32.
-        digest: of the tokens that rank 0 sampled in the step before.
+        digest: the digest of the tokens that rank 0 sampled in the previous step.
         end: requests that have ended or are to end, each with the tokens of its prompt and its answer that the prefix
             cache may have.
-        admit: requests to begin with.
+        admit: requests that begin in this step.
         stop: all ranks leave the loop, and nothing is admitted or computed.
         next_size: bytes of the next message, from FRAME.
     """
@@ -159,7 +159,7 @@ class Decisions:
     next_size: int = FRAME
 
     def encode(self, size: int) -> bytes:
-        """A message of ``size`` bytes, in which they must fit."""
+        """The decisions as a message of ``size`` bytes, which must be enough for them."""
         counts = len(self.end), len(self.admit), self.stop
         header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, *counts)
         requests = [request.encode() for request in self.admit]
@@ -184,7 +184,7 @@ ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a me
 
 
 def max_size() -> int:
-    """Bytes of the largest message."""
+    """The number of bytes of the largest message."""
     return FRAME + MAX_ADMISSIONS * (4 * MAX_PROMPT + 12 * MAX_BIASES + MAX_GRAMMAR)
 
 

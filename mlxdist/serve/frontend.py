@@ -1,4 +1,4 @@
-"""Rank 0: between mlx-lm's handler of HTTP and the scheduler. Makes tokens of requests."""
+"""Rank 0: connects mlx-lm's handler of HTTP with the scheduler, and tokenizes requests."""
 
 import secrets
 import threading
@@ -24,16 +24,16 @@ __all__ = ["Frontend"]
 
 
 class Frontend(ResponseGenerator):
-    """What mlx-lm's handler calls: it tokenizes a request, queues it, and gives its answer.
+    """The generator that mlx-lm's handler calls: it tokenizes a request, queues it, and returns its answer.
 
-    mlx-lm's ResponseGenerator in name, and in how it makes tokens of messages; it has no thread, model or ranks.
+    Derived from mlx-lm's ResponseGenerator for its name and its tokenization; it has no thread, model or ranks.
 
     Args:
-        options: mlx-lm's of its server, as far as its handler and chat templates read them.
+        options: options of mlx-lm's server, as far as its handler and chat templates read them.
         served: the names of the model.
-        timeout: seconds of a request.
-        api_key: that clients send; empty for none.
-        adapters: their names; the first has number 1.
+        timeout: the maximum duration of a request in seconds.
+        api_key: the key that clients send; empty for none.
+        adapters: the names of adapters; the first has number 1.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Frontend(ResponseGenerator):
         context: int,
         gauges: Callable[[], dict[str, float]],
     ) -> None:
-        """From now on requests are served: of up to ``context`` tokens with their answer, below ``vocabulary``."""
+        """Begins to serve requests: of up to ``context`` tokens with their answer, with tokens below ``vocabulary``."""
         self.tokenizer, self.vocabulary, self.context, self.gauges = tokenizer, vocabulary, context, gauges
         self._sections = Sections(make_text_state_machine(tokenizer))
         self.scheduler = scheduler
 
     @property
     def unavailable(self) -> str:
-        """Why no request is served; empty if they are."""
+        """Why no request is served; empty if requests are served."""
         return "the model is being loaded" if self.scheduler is None else self.scheduler.unavailable
 
     def generate(
@@ -77,10 +77,10 @@ class Frontend(ResponseGenerator):
         priority: int = 0,
         grammar: str = "",
     ) -> tuple[GenerationContext, Iterator[Response]]:
-        """The context and the answer, once the request has a place in the batch.
+        """Queues a request. Returns its context and its answer, once it has a place in the batch.
 
         Raises:
-            Refusal: it cannot be served, or not now.
+            Refusal: the request cannot be served, or not now.
         """
         if self.scheduler is None:
             raise Refusal(self.unavailable, 503)
@@ -143,10 +143,10 @@ class Frontend(ResponseGenerator):
 def _answer(request: Request, progress: Callable[[int, int], None] | None) -> Iterator[Response]:
     """The tokens of a request as mlx-lm's handler takes them.
 
-    It shows no text of a response with the reason "stop", and gives an answer that ends without a reason that one.
+    The handler shows no text of a response with the reason "stop", and reports an answer without a reason as "stop".
 
     Raises:
-        Refusal: the answer did not come to its end.
+        Refusal: the answer ended early.
     """
     while True:
         event = request.events.get()

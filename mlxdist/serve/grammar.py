@@ -48,7 +48,7 @@ def grammar_of(body: Mapping[str, Any]) -> str:
     """llguidance's grammar for OpenAI's ``response_format`` or vLLM's ``structured_outputs``; empty if there is none.
 
     Raises:
-        Refusal: the field is not of its form; the grammar is too large, or llguidance cannot compile it, or not now.
+        Refusal: the field is malformed; the grammar is too large, or llguidance cannot compile it, or not now.
     """
     schema, regex = _schema_of(body.get("response_format")), _regex_of(body.get("structured_outputs"))
     if schema is None and regex is None:
@@ -73,13 +73,13 @@ def grammar_of(body: Mapping[str, Any]) -> str:
 
 
 def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str:
-    """``grammar``, and before it what a model that thinks may write: mlx-lm hands that out as `reasoning`.
+    """Puts the thoughts that a model may write before ``grammar``: mlx-lm returns them to clients as `reasoning`.
 
     Args:
-        state: of mlx-lm's text at the end of the prompt: in "reasoning" the prompt has begun the thoughts.
+        state: the state of mlx-lm's text at the end of the prompt: "reasoning" if the prompt has begun the thoughts.
 
     Raises:
-        Refusal: the answers of this model have parts that mlx-lm tells apart in another way.
+        Refusal: answers of this model have sections that mlx-lm separates in another way.
     """
     if state not in ("normal", "reasoning") or tokenizer.structural_markers:
         raise Refusal("structured output is not served for chats with this model, whose answers have several parts")
@@ -97,7 +97,7 @@ def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str
 
 @lru_cache(maxsize=1)
 def grammar_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer | None:
-    """llguidance's form of a tokenizer, made once, in about a second for 150,000 tokens. None: it cannot read it."""
+    """llguidance's form of a tokenizer, made once, in 1 s per 150,000 tokens. None: llguidance cannot read it."""
     try:
         return from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
     except ValueError:  # no fast tokenizer
@@ -105,12 +105,12 @@ def grammar_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer | None:
 
 
 class GrammarProcessor:
-    """A logits processor of mlx-lm, which allows the tokens with which an answer stays in its grammar.
+    """A logits processor of mlx-lm, which allows the tokens that keep an answer in its grammar.
 
-    After the last one, and after an error of llguidance, it allows the tokens that end an answer.
+    Once the answer is complete, and after an error of llguidance, it allows the tokens that end an answer.
 
-    What a call returns depends on its arguments, and not on the calls before: it keeps what the matcher has read, and
-    takes back what a context does not have. So it serves contexts that a draft model proposes, too.
+    The result of a call depends on its arguments, and not on earlier calls: the processor stores the tokens that the
+    matcher has read, and rolls back those that differ. So it also serves contexts that a draft model proposes.
 
     Args:
         prompt: the number of tokens of the prompt, which are no part of the answer.
@@ -132,7 +132,7 @@ class GrammarProcessor:
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def failure(self, tokens: list[int]) -> str:
-        """Why an answer is not one of the grammar; empty if it is.
+        """Why an answer does not match the grammar; empty if it does.
 
         Args:
             tokens: the prompt, the answer, and the token that ended it.
@@ -146,7 +146,7 @@ class GrammarProcessor:
         self._read: list[int] = []
 
     def _follow(self, answer: list[int]) -> bool:
-        """The matcher reads ``answer``, as far as the grammar allows. Whether that is all of it."""
+        """Makes the matcher read ``answer``, as far as the grammar allows. Returns whether it has read all of it."""
         if self._matcher.is_error():  # for good: llguidance takes nothing back after an error
             self._error = _sentence(self._matcher.get_error())
             self._begin()
@@ -158,7 +158,7 @@ class GrammarProcessor:
 
 
 def _schema_of(given: Any) -> Any:
-    """Of ``response_format``, or None."""
+    """The JSON schema in ``response_format``, or None."""
     if given is None:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
@@ -175,7 +175,7 @@ def _schema_of(given: Any) -> Any:
 
 
 def _regex_of(given: Any) -> str | None:
-    """Of ``structured_outputs``, or None."""
+    """The regular expression in ``structured_outputs``, or None."""
     if given is None:
         return None
     if not isinstance(given, dict) or list(given) != ["regex"] or not isinstance(given["regex"], str):
@@ -185,7 +185,7 @@ def _regex_of(given: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _compile(grammar: str) -> str:
-    """What is wrong with it; empty if nothing is. Raises Refusal, which is not kept: the machine is too busy."""
+    """The error in a grammar; empty if it compiles. Raises Refusal, which is not cached: the machine is too busy."""
     busy = Refusal("this machine is too busy to compile the grammar", 503, retry_after=1)
     if not _compiling.acquire(timeout=_WAIT):
         raise busy
@@ -199,5 +199,5 @@ def _compile(grammar: str) -> str:
 
 
 def _sentence(error: str) -> str:
-    """Of llguidance, which points at the error in lines below it."""
+    """An error of llguidance as one line of at most 500 characters; llguidance marks the place in lines below."""
     return " ".join(error.replace("<non-verbose/>", "").split())[:500]

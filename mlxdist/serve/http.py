@@ -35,7 +35,7 @@ _LAST_SECONDS = 2.0  # for what connections still write when the server ends
 
 
 class Handler(APIHandler):
-    """mlx-lm's handler of one connection. What it would take or do without a limit is refused first."""
+    """mlx-lm's handler of one connection. Checks first what mlx-lm would take or do without a limit."""
 
     timeout = SOCKET_SECONDS
     server_version, sys_version = "mlxdist", ""
@@ -97,7 +97,7 @@ class Handler(APIHandler):
             self._refuse(refusal)
 
     def handle_health_check(self) -> None:
-        """200, or 503 and the reason."""
+        """Responds with 200, or with 503 and the reason."""
         reason = self._frontend.unavailable
         status = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
         self._send(json.dumps(status), status=503 if reason else 200)
@@ -119,7 +119,7 @@ class Handler(APIHandler):
             yield response
 
     def generate_response(self, *arguments: Any, **keywords: Any) -> dict:
-        """mlx-lm's; a part of a stream has the logprobs of its tokens, too, as the whole answer has those of all."""
+        """mlx-lm's response, to which it adds the logprobs of the tokens in each event of a stream."""
         if self.stream:
             keywords["tokens"] = [response.token for response in self._unsent]
             if self.logprobs:
@@ -130,7 +130,7 @@ class Handler(APIHandler):
         return super().generate_response(*arguments, **keywords)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: the scheduler logs requests."""
+        """Does nothing: the scheduler logs requests."""
 
     def _generate(self, *arguments: Any, **keywords: Any) -> tuple[GenerationContext, Iterator[Response]]:
         keywords |= {"is_connected": self._is_connected, "priority": self._priority, "grammar": self._grammar}
@@ -200,10 +200,10 @@ class HttpServer(ThreadingHTTPServer):
     """Answers on ``listener``, at most MAX_CONNECTIONS connections at a time.
 
     Args:
-        proxy: the address of the one before it; empty for none.
+        proxy: the address of the proxy in front of this server; empty for none.
 
     Attributes:
-        address: where clients find it.
+        address: the address for clients.
     """
 
     def __init__(self, listener: socket.socket, frontend: Frontend, proxy: str = "") -> None:
@@ -219,7 +219,7 @@ class HttpServer(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Answers within. In the end connections get some time for what they still have to write."""
+        """A context that serves. At its exit, connections get some time to write the rest of their answers."""
         thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="mlxdist serve", daemon=True)
         thread.start()
         try:

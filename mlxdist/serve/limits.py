@@ -1,4 +1,4 @@
-"""What a request may ask for. All that is refused here would stop every rank, or take what others need."""
+"""Limits of a request. A request beyond them would stop every rank, or take resources that other requests need."""
 
 import inspect
 import re
@@ -53,7 +53,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        Refusal: it is not UTF-8, no JSON object, or too deep.
+        Refusal: the body is not UTF-8 or no JSON object, or is nested too deep.
     """
     try:
         parsed = parse_json(body.decode(), repeated=True)
@@ -77,10 +77,10 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
-    """Of mlx-lm's handler, whose types it has checked.
+    """Checks the parameters that mlx-lm's handler has read, whose types it has checked.
 
     Raises:
-        Refusal: a number is out of its range; a token is none of the ``vocabulary``.
+        Refusal: a number is out of its range; a token is not in the ``vocabulary``.
     """
     for name, (low, high) in _RANGES.items():
         value = parameters[name]
@@ -103,11 +103,11 @@ def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
 
 
 def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...], adapters: tuple[str, ...]) -> None:
-    """Of a body, what mlx-lm does not check.
+    """Checks the fields of a body that mlx-lm does not check.
 
     Raises:
-        Refusal: a field has another type than OpenAI's API says, is too long, or means what is not served; the model is
-            none of ``served`` and no adapter; the adapter is none of ``adapters``.
+        Refusal: a field has another type than OpenAI's API says, is too long, or asks for what is not served; the model
+            is none of ``served`` and no adapter; the adapter is none of ``adapters``.
     """
     model, adapter = body.get("model", served[0]), body.get("adapters")
     listed = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
@@ -152,7 +152,7 @@ def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]
 
 
 def sentence(error: Exception) -> str:
-    """Of an exception of other libraries, without paths and lines of this machine."""
+    """The text of another library's exception, without paths and lines of this machine."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return re.sub(r"(/[\w.-]+){2,}", "...", text)[:500]
 

@@ -1,4 +1,4 @@
-"""Where a server listens, and the bounds of its connections: for rank 0 and for the proxy, which has no mlx-lm."""
+"""Listening sockets of a server, and limits of its connections, for rank 0 and for the proxy, which has no mlx-lm."""
 
 import ipaddress
 import os
@@ -27,7 +27,7 @@ SOCKET = "http"  # rank 0's behind a proxy: its name in the temporary directory 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises InvalidArgument: the address cannot be listened at."""
+    """A TCP socket that listens. Raises InvalidArgument: nothing can listen at the address."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_for_proxy() -> socket.socket:
-    """On a Unix domain socket in this rank's temporary directory. Raises InvalidArgument: it cannot be made there."""
+    """A Unix domain socket in this rank's temporary directory. Raises InvalidArgument: it cannot be made there."""
     path = Path(os.environ["TMPDIR"], SOCKET)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -50,11 +50,11 @@ def listen_for_proxy() -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """As a URL; of one that is none of a Unix domain socket."""
+    """The URL of a TCP socket that listens."""
     host, port = listener.getsockname()[:2]
     return f"http://{format_address(host, port)}"
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine reaches a URL of `address_of`."""
+    """Whether a URL that `address_of` returns can be reached from this machine only."""
     return ipaddress.ip_address(urlsplit(address).hostname or "").is_loopback

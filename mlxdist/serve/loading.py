@@ -1,4 +1,4 @@
-"""The model that a server computes with: sharded, and with what the operator adds to it."""
+"""The model that a server computes with: sharded, and with the operator's additions."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ __all__ = ["load"]
 
 
 def load(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> tuple[Any, Any]:
-    """The model, as mlx-lm's generators call it, and its tokenizer. Collective.
+    """Loads the model, in the form that mlx-lm's generators call, and its tokenizer. Collective.
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
@@ -81,7 +81,7 @@ def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | 
 
 
 def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport], Any]) -> tuple[nn.Module, Any]:
-    """Without shards; each rank loads all of it."""
+    """A model that is not sharded: each rank loads all of it."""
     alone = group.split(group.rank())
     assert alone is not None  # the color is not negative
     with agreed("serve", group):
@@ -89,7 +89,7 @@ def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport]
 
 
 def _load_split(directory: Path, placement: ModelPlacement, group: Group) -> tuple[nn.Module, Any]:
-    """A `SplitModel`, which is made of a model without shards and compared with it."""
+    """A `SplitModel` that is sharded from a full model on each rank, and compared with it."""
     start = time.perf_counter()
     reports: list[LoadReport] = []
     full, tokenizer = _load_alone(directory, group, reports.append)

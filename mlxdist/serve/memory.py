@@ -1,6 +1,6 @@
-"""For how many tokens of KV caches every rank has memory.
+"""The number of tokens of KV caches that every rank has memory for.
 
-Ranks are unequal, in shares and in memory, and admit the same requests: they agree on the tokens of the smallest.
+Ranks have unequal shares and memory, but admit the same requests: they agree on the smallest number of tokens.
 """
 
 from collections.abc import Collection
@@ -23,23 +23,23 @@ _SHARE = 0.9  # of the device's memory; what a step computes has the rest
 
 
 def reserved(needs: Collection[int]) -> int:
-    """Tokens of the KV caches of a batch whose requests come to have ``needs`` tokens.
+    """The number of tokens in the KV caches of a batch whose requests reach ``needs`` tokens.
 
-    They are one array, in which each has as many as the longest.
+    The caches are one array, padded to the longest request.
     """
     return len(needs) * max(needs, default=0)
 
 
 def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -> int:
-    """Tokens of KV caches that the rank with the least room has memory for, beside its weights. Collective.
+    """The number of tokens of KV caches that fit on the rank with the least memory beside its weights. Collective.
 
     Args:
-        requests: for which there is memory for what does not grow with tokens: sliding windows, states of linear
-            attention.
+        requests: the maximum number of requests, each with state that does not grow with tokens: sliding windows,
+            linear attention.
         chunk: tokens that a sliding window may have beyond its size.
 
     Raises:
-        InvalidArgument: on every rank, where one has room for none.
+        InvalidArgument: on every rank, one of them has memory for no token.
     """
     per_token, fixed = cache_sizes(model, chunk)
     neighbors = texts(host_identity(), group).count(host_identity())
@@ -57,7 +57,7 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
 
 
 def cache_sizes(model: nn.Module, chunk: int) -> tuple[float, float]:
-    """Bytes of the KV caches of a request: for each token, and those that do not grow. Collective as the model is."""
+    """Bytes of the KV caches of a request: per token, and independent of tokens. Collective like the model's call."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
     sizes = [_sizes(cache, chunk) for cache in caches]

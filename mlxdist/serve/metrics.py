@@ -28,7 +28,7 @@ _HELP = {
 
 
 class Metrics:
-    """Any thread may count."""
+    """Counters of a server. Every thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,12 +38,12 @@ class Metrics:
         self._first_seconds = 0.0
 
     def add(self, name: str, number: int = 1) -> None:
-        """``name`` is one of those above, without its labels if it has none."""
+        """Adds to a counter. ``name`` is one of those above; labels may be left out if there are none."""
         with self._lock:
             self._counters[name] += number
 
     def end(self, outcome: str) -> None:
-        """A request has ended."""
+        """Counts a request that has ended, by its outcome."""
         self.add(_ended(outcome))
 
     def first_token(self, seconds: float) -> None:
@@ -52,7 +52,7 @@ class Metrics:
             self._first_seconds += seconds
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """All of them, with these gauges."""
+        """All counters as text, with the values of ``gauges``."""
         with self._lock:
             counters, first, seconds = dict(self._counters), list(self._first), self._first_seconds
         lines = []

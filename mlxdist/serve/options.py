@@ -1,4 +1,4 @@
-"""What `mlxdist serve` is given."""
+"""The options of `mlxdist serve`."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,31 +15,31 @@ __all__ = ["ServeOptions"]
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `mlxdist serve` is given.
+    """The options of `mlxdist serve`.
 
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
-        host, port: where rank 0 listens; port 0 is a free one.
+        host, port: the address where rank 0 listens; port 0 is a free one.
         proxy: the address of the launcher's proxy; rank 0 then listens for it alone. Empty for none.
-        layout: which rank holds what of the model.
-        stream_weights: whether only rank 0 has the model, and sends the others what they hold.
+        layout: which rank holds which shard of the model.
+        stream_weights: whether only rank 0 has the model, and sends the other ranks their shards.
         split_blocks: whether the layers are split blocks, for which each rank loads all of the model first.
-        adapters: names and directories of adapters, of which each request has one or none.
-        adapter_path: a directory of adapters that all requests have; without ``adapters``.
-        draft_model: as ``model``, whose tokenizer it has; None for none.
+        adapters: names and directories of adapters; each request uses one of them, or none.
+        adapter_path: a directory of adapters that all requests use; without ``adapters``.
+        draft_model: a directory or name like ``model``, with the same tokenizer; None for none.
         shard_draft_model: whether each rank has a shard of it, instead of all of it.
         shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
-        limits: of the batch.
+        limits: the limits of the batch.
         max_queue: requests that wait; more get 429.
-        request_timeout: seconds of a request, from its arrival.
-        max_context: tokens of a prompt and its answer; None for what the model's config.json says.
-        defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
-        kv_bits: of an element of the KV caches; None for those of the model.
+        request_timeout: the maximum duration of a request in seconds, from its arrival.
+        max_context: tokens of a prompt and its answer; None for the limit in the model's config.json.
+        defaults: values for max_tokens, temp, top_p, top_k and min_p of a request, with the names of mlx_lm.server.
+        kv_bits: bits of an element of the KV caches; None for the model's dtype.
         kv_group_size: elements of a head that share a scale and a bias, with ``kv_bits``.
-        prompt_cache_dir: where the prefix cache is kept from one run to the next; None for nowhere.
+        prompt_cache_dir: the directory that keeps the prefix cache between runs; None for none.
         chat_template_args: variables of the chat template.
-        allowed_origins: of web pages that may use it; "*" for all.
-        api_key: that clients send; empty for none.
+        allowed_origins: origins of web pages that may use the server; "*" for all.
+        api_key: the key that clients send; empty for none.
     """
 
     model: str
@@ -67,7 +67,7 @@ class ServeOptions:
     api_key: str = field(default="", repr=False)
 
     def check(self) -> None:
-        """Raises InvalidArgument: options that do not go together."""
+        """Checks the options. Raises InvalidArgument: some of them exclude each other."""
         names = [name for name, _ in self.adapters]
         if names and self.adapter_path is not None:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Which rank holds what of the model: as the operator says, or as rank 0 chooses. The other ranks get its plans."""
+"""Which rank holds which shard of the model: given by the operator, or planned by rank 0, which sends the plans."""
 
 import json
 import socket
@@ -33,13 +33,13 @@ Grid = tuple[int, int, int]  # tp, ep, pp
 
 @dataclass(frozen=True)
 class Layout:
-    """What an operator says about it; rank 0 chooses the rest.
+    """An operator's choices about the placement; rank 0 makes the others.
 
     Attributes:
-        tp, ep: how many ranks share every layer, and the experts.
-        pipeline: whether the ranks that tp and ep leave are stages, which have layers each.
-        rank_shares: of the tp ranks, or of the stages where tp is 1: numbers, "memory" or "compute".
-        plan: a file on rank 0, with what `mlxdist shard --json` prints.
+        tp, ep: the number of ranks that share every layer, and that share the experts.
+        pipeline: whether the remaining ranks are stages, with different layers each.
+        rank_shares: shares of the tp ranks, or of the stages where tp is 1: numbers, "memory" or "compute".
+        plan: a file on rank 0, with the output of `mlxdist shard --json`.
     """
 
     tp: int | None = None
@@ -51,12 +51,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """What :func:`load_sharded` needs to know, the same on all ranks.
+    """The plans that :func:`load_sharded` takes, the same on all ranks.
 
     Attributes:
-        plan: which rank of a stage holds what of its layers.
-        stage_plan: which stage has which layers; None where there is one.
-        reason: why what comes first was not chosen; empty where there was no choice, or it was.
+        plan: which rank of a stage holds which shard of its layers.
+        stage_plan: which stage has which layers; None for a single stage.
+        reason: why rank 0 did not choose an earlier candidate; empty if there was none.
     """
 
     plan: Plan
@@ -65,34 +65,34 @@ class ModelPlacement:
 
     @property
     def name(self) -> str:
-        """Such as "tp=2 x pp=2"."""
+        """A short name, such as "tp=2 x pp=2"."""
         pp = 1 if self.stage_plan is None else self.stage_plan.stages
         return _name((self.plan.tp, self.plan.ep, pp))
 
     def describe(self) -> str:
-        """In words, with the reason."""
+        """The name, the shares and the reason, in words."""
         shares = f", rank shares {list(self.plan.rank_shares)}" if self.plan.rank_shares else ""
         return f"{self.name}{shares}" + (f", since {self.reason}" if self.reason else "")
 
     def to_json(self) -> str:
-        """All of it."""
+        """All fields as JSON text."""
         stages = "" if self.stage_plan is None else self.stage_plan.to_json()
         return json.dumps([self.plan.to_json(), stages, self.reason])
 
     @property
     def most(self) -> float:
-        """The share of the weights on the rank that holds most, where there are only stages or only shards."""
+        """The largest share of the weights on a rank. Defined for stages or shards, but not for both together."""
         if self.stage_plan is not None:
             return max(map(self.stage_plan.bytes, range(self.stage_plan.stages))) / self.plan.full_bytes
         return max(map(self.plan.bytes, range(self.plan.ranks))) / self.plan.full_bytes
 
 
 def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
-    """What rank 0 plans, on all ranks. Collective. Only rank 0 reads ``directory``, and no weights.
+    """Rank 0's placement, on all ranks. Collective. Only rank 0 reads ``directory``, and no weights.
 
     Raises:
-        InvalidArgument: on all ranks, the model cannot be sharded in this way, or over this number of ranks; the file
-            has no plan.
+        InvalidArgument: on all ranks, the model cannot be sharded in this way, or over this number of ranks; or
+            the file has no plan.
     """
     document = ""
     with agreed("serve", group):
@@ -104,7 +104,7 @@ def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
 
 
 def show(placement: ModelPlacement, report: LoadReport, group: Group) -> None:
-    """Rank 0 prints which rank holds what. Collective: one all_gather."""
+    """Prints on rank 0 which rank holds which shard. Collective: one all_gather."""
     rows = texts(f"{socket.gethostname()}\n{report.bytes_held}\n{report.seconds:.1f}", group)
     if group.rank() != 0:
         return
@@ -122,8 +122,8 @@ def show(placement: ModelPlacement, report: LoadReport, group: Group) -> None:
 
 
 def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
-    """As it is given. Otherwise tensor parallelism, experts on their ranks, or stages: the first with which the rank
-    that holds most saves half of what equal parts of the weights would save; or else the one that saves most."""
+    """The placement that ``layout`` gives. Else tensor parallelism, expert parallelism or stages: the first one where
+    the rank that holds most saves at least half of what an even split would save; else the one that saves most."""
     if layout.plan is not None:
         return _of_file(model, ranks, layout)
     found: list[ModelPlacement] = []
@@ -151,7 +151,7 @@ def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
 
 
 def _grids(ranks: int, layout: Layout) -> list[Grid]:
-    """The one that is given, or those to choose from, the best first."""
+    """The grid that ``layout`` gives, or the candidates, the best first."""
     if layout.tp is layout.ep is None and not layout.pipeline:
         return [(ranks, 1, 1), (1, ranks, 1), (1, 1, ranks)] if ranks > 1 else [(1, 1, 1)]
     ep = layout.ep or 1
@@ -165,7 +165,7 @@ def _grids(ranks: int, layout: Layout) -> list[Grid]:
 
 
 def _shares(given: RankShares | None, tp: int, ep: int, pp: int) -> tuple[RankShares | None, RankShares | None]:
-    """Those of the tp ranks, and those of the stages; None where they are equal."""
+    """The shares of the tp ranks, and those of the stages; None for equal ones."""
     if given is None and Environment.read().rank_shares_memory:
         given = "memory"
     if given is None or isinstance(given, str):

@@ -11,13 +11,13 @@ __all__ = ["PrefixCache"]
 class PrefixCache(LRUPromptCache):
     """Keeps KV caches of prompts and responses, at most ``max_size`` of them with ``max_tokens`` tokens in all.
 
-    mlx-lm's limit in bytes counts those of this rank's shard, which differ between ranks with unequal shares of the
+    mlx-lm's limit in bytes counts this rank's shard, whose size differs between ranks with unequal shares of the
     heads: ranks would evict at different times. The order of eviction is mlx-lm's: responses before prompts of users
     before system prompts, the oldest first.
 
     Attributes:
-        room: tokens for which there is memory now.
-        tokens: in all sequences that are kept; a prefix that two share counts twice, as it is kept twice. Any thread
+        room: the number of tokens that there is memory for now.
+        tokens: the tokens of all stored sequences; a prefix that two share counts twice. Any thread
             may read it, as /metrics does while the thread of the model inserts.
     """
 
@@ -32,14 +32,14 @@ class PrefixCache(LRUPromptCache):
         self.make_room(self.room)
 
     def make_room(self, tokens: int) -> None:
-        """Keeps no more than that many tokens from now on, nor more than ``max_tokens``."""
+        """Limits the stored tokens to that many from now on, and to ``max_tokens``, and evicts what exceeds that."""
         self.room = tokens
         while len(self) and self._count() > min(tokens, self.max_tokens):
             self.trim_to(n_sequences=len(self) - 1)
         self.tokens = self._count()
 
     def sequences(self, model: Any) -> Iterator[tuple[str, list[int], list[Any]]]:
-        """Kind, tokens and KV caches of each sequence of a model; of each kind the oldest first."""
+        """Yields kind, tokens and KV caches of each sequence of a model; within each kind the oldest first."""
         for kind, lru in self._lru._lrus.items():
             for key, tokens in lru:
                 if key == model:

@@ -1,9 +1,9 @@
 """The address of a server whose ranks `mlxdist serve` starts: a reverse proxy in the launcher, before rank 0.
 
-It outlives the ranks. When one of them has died, /health has the reason until they are ready again, requests of whose
-answer nothing has been sent go to rank 0 once more, and other answers end with an error.
+It outlives the ranks. When a rank has died, /health has the reason until they are ready again. Requests that have not
+had any output are sent to rank 0 once more, and other answers end with an error.
 
-Keys, origins and what a request may say are rank 0's part. HTTP is as there: 1.0, one request per connection.
+Rank 0 checks keys, origins and parameters of requests. HTTP is as there: 1.0, one request per connection.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ _ERROR, _DONE = b'data: {"error"', b"data: [DONE]"
 
 
 class _Outage:
-    """From when rank 0 does not serve until it is ready again, or the end.
+    """A period in which rank 0 does not serve, until it is ready again, or for good.
 
     Attributes:
-        reason: in words.
+        reason: why rank 0 does not serve, in words.
         is_explained: the launcher has given the reason, or the outage is over.
         is_over: rank 0 is ready again, or never will be.
     """
@@ -51,14 +51,14 @@ class _Outage:
 
 
 class Proxy:
-    """A context manager, which answers as long as it lasts, in a thread of its own.
+    """A context manager that answers clients until its exit, in a thread of its own.
 
     The launcher's thread calls :meth:`starting`, :meth:`seconds_ready` and :meth:`failed`; see
     `mlxdist.launch.restarts.Follower`.
 
     Args:
-        listener: of TCP. It is closed in the end.
-        request_timeout: seconds of a request that is tried again, from its arrival.
+        listener: a TCP socket that listens. The proxy closes it.
+        request_timeout: the maximum duration in seconds of a request that is tried again, from its arrival.
     """
 
     def __init__(self, listener: socket.socket, request_timeout: float) -> None:
@@ -118,7 +118,7 @@ class Proxy:
         self._expected = time.monotonic() + (pause or 0.0) + self._load_seconds
 
     def _lose(self, reason: str) -> _Outage:
-        """The outage, which begins now if there is none."""
+        """The current outage; begins one if there is none."""
         if self._outage is None:
             self._outage = _Outage(reason)
             self._expected = time.monotonic() + self._load_seconds
@@ -131,7 +131,7 @@ class Proxy:
             await asyncio.sleep(_LOOK_PAUSE)
 
     async def _look(self) -> _Outage | None:
-        """Asks rank 0 whether it is ready. The outage, if it is not."""
+        """Requests /health of rank 0. Returns the outage, or None if rank 0 is ready."""
         asked = self._socket, self._outage
         try:
             if self._is_last or self._socket is None:
@@ -182,7 +182,7 @@ class Proxy:
             client.abort()
 
     async def _answer(self, client: ProxyClient) -> None:
-        """Raises Refusal: rank 0 has not answered, or not to the end."""
+        """Answers a client from rank 0. Raises Refusal: rank 0 has not answered, or not completely."""
         if self._outage is not None and (outage := await self._look()):
             raise self._unavailable(outage)
         try:
@@ -204,7 +204,7 @@ class Proxy:
             raise Refusal("the request has taken too long", 504) from None
 
     async def _exchange(self, client: ProxyClient) -> bool:
-        """Sends the request to rank 0, and its answer to the client. False: rank 0 has failed before its end."""
+        """Sends the request to rank 0 and its answer to the client. Returns False if rank 0 failed before its end."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=_MAX_EVENT)
         except OSError:
@@ -231,7 +231,7 @@ class Proxy:
         return True
 
     async def _relay_events(self, head: bytes, upstream: asyncio.StreamReader, client: ProxyClient) -> bool:
-        """Whole events: one that says why the answer ends here may follow each."""
+        """Relays complete events, because an event with an error must be able to follow each of them."""
         if not client.streams:
             client.streams = True
             await client.send(head)
@@ -248,13 +248,13 @@ class Proxy:
 
 
 def _keep(task: asyncio.Task, tasks: set[asyncio.Task]) -> None:
-    """Among these, until it has ended."""
+    """Keeps a reference to a task until it has ended, as asyncio itself does not."""
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 
 
 async def _leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Rank 0 cancels a request that still runs. Returns when it has closed the connection, too."""
+    """Closes a connection to rank 0, which cancels a request that still runs. Waits until rank 0 has closed it, too."""
     with contextlib.suppress(OSError, TimeoutError):
         writer.write_eof()
         async with asyncio.timeout(SOCKET_SECONDS):

@@ -1,4 +1,4 @@
-"""A client's connection to the proxy: its request, as far as it has come, and what the client is sent."""
+"""A client's connection to the proxy: reads its request, and sends the answer."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ class ClientGone(Exception):
 
 
 class ProxyClient:
-    """One connection, with one request.
+    """A client's connection, with one request.
 
     Attributes:
-        arrived: in the time of the event loop.
-        path: of the request.
-        streams: the headers of a stream have been sent.
-        has_output: some of the answer has been sent, and the request cannot be tried again.
+        arrived: when the request arrived, in the time of the event loop.
+        path: the path of the request.
+        streams: whether the headers of a stream have been sent.
+        has_output: whether some of the answer has been sent, so that the request cannot be tried again.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,7 +49,7 @@ class ProxyClient:
         """Reads the line and the headers of the request.
 
         Raises:
-            Refusal: they are none, or too long.
+            Refusal: the headers are malformed or too long.
         """
         try:
             async with asyncio.timeout(SOCKET_SECONDS):
@@ -78,7 +78,7 @@ class ProxyClient:
             self._has_length, self._missing = True, int(length)
 
     async def forward(self, upstream: asyncio.StreamWriter) -> None:
-        """Sends the request, its body as it comes. Returns when the client has gone."""
+        """Sends the request to rank 0, the body as it arrives. Returns when the client has gone."""
         with contextlib.suppress(OSError):  # rank 0 has gone, or has answered without the body
             upstream.write(bytes(self._request))
             if not self._has_length:
@@ -89,7 +89,7 @@ class ProxyClient:
         await self.gone()
 
     async def gone(self) -> None:
-        """Returns when the client has gone. What comes until then is taken; behind the request it is dropped."""
+        """Returns when the client has gone. Reads the rest of the body; bytes after the request are dropped."""
         with contextlib.suppress(OSError, TimeoutError, ClientGone):
             while self._missing:
                 await self._read_body()
@@ -106,7 +106,7 @@ class ProxyClient:
         return data
 
     async def send(self, data: bytes, is_output: bool = False) -> None:
-        """Raises ClientGone: it does not take it."""
+        """Sends bytes to the client. Raises ClientGone: the client does not take them."""
         if is_output and not self.has_output:
             self.has_output = True
             self._request.clear()
@@ -119,7 +119,7 @@ class ProxyClient:
             raise ClientGone from None
 
     async def answer(self, status: int, body: Any, retry_after: int | None = None) -> None:
-        """The proxy's own answer, as JSON; as an event, where the headers of a stream have been sent."""
+        """Sends the proxy's own answer, as JSON; as an event, if the headers of a stream have been sent."""
         text = json.dumps(body).encode()
         if self.streams:
             await self.send(b"data: " + text + b"\n\n")
@@ -130,7 +130,7 @@ class ProxyClient:
         await self.send("\r\n".join(lines).encode() + text)
 
     async def close(self) -> None:
-        """Once it has the whole answer. Raises ClientGone: it does not take it."""
+        """Closes the connection after the whole answer. Raises ClientGone: the client does not take it."""
         try:
             self._writer.write_eof()
             with contextlib.suppress(TimeoutError):
@@ -144,12 +144,12 @@ class ProxyClient:
             raise ClientGone from None
 
     def abort(self) -> None:
-        """Ends the connection, whatever is left to be sent."""
+        """Ends the connection, and drops bytes that are not sent yet."""
         self._writer.transport.abort()
 
 
 async def unless_gone(wanted: Coroutine[Any, Any, _Result], gone: Coroutine[Any, Any, None]) -> _Result:
-    """The result of ``wanted``.
+    """Runs both until one ends, and returns the result of ``wanted``.
 
     Raises:
         ClientGone: ``gone`` ended first.

@@ -14,15 +14,15 @@ __all__ = ["QuantizedKVCache", "are_quantized", "loaded_caches", "quantize_cache
 
 
 class QuantizedKVCache(CacheList):
-    """As mlx-lm's class of this name, whose state it has, for one request or, once merged, for a batch.
+    """mlx-lm's class of this name, with its state, for one request or, once merged, for a batch.
 
-    What ``mx.quantize`` gives of keys and values is three arrays with the same axis of tokens. Each pair of them is in
-    an unquantized cache of mlx-lm, which joins, splits, pads and trims its arrays whatever they are. With the three in
-    one array there would be one cache; but attention would copy all of it in each step, to have them contiguous.
+    ``mx.quantize`` gives three arrays for keys and three for values, all with the same axis of tokens. Each pair of
+    arrays, one of keys and one of values, is in an unquantized cache of mlx-lm, which joins, splits, pads and trims
+    arrays of any dtype. Rejected: all three in one array, which attention would copy in each step to split it.
 
     Args:
-        group_size: elements with a common scale and bias, along a head.
-        bits: of an element.
+        group_size: the number of elements along a head that share a scale and a bias.
+        bits: the number of bits of an element.
     """
 
     def __init__(self, group_size: int = 64, bits: int = 8) -> None:
@@ -30,7 +30,7 @@ class QuantizedKVCache(CacheList):
         self.group_size, self.bits = group_size, bits  # mlx-lm's attention reads them
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Appends (requests, KV heads, tokens, head size). Returns all: of keys and of values the three arrays."""
+        """Appends (requests, KV heads, tokens, head size). Returns the three arrays of all keys, and of all values."""
         parts = zip(*(mx.quantize(each, self.group_size, self.bits) for each in (keys, values)))
         for cache, part in zip(self.caches, parts):
             cache.update_and_fetch(*part)
@@ -42,7 +42,7 @@ class QuantizedKVCache(CacheList):
 
     @property
     def offset(self) -> Any:
-        """Tokens, or an array of them for each row of a batch."""
+        """The number of tokens, or an array with that number for each row of a batch."""
         return self.caches[0].offset
 
     def make_mask(self, *arguments: Any, **keywords: Any) -> Any:
@@ -67,19 +67,19 @@ class QuantizedKVCache(CacheList):
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Of one request."""
+        """Sets the state of one request."""
         keys, values, offset, self.group_size, self.bits = state
         parts = [(None, None)] * 3 if keys is None else zip(keys, values)
         self.caches = tuple(KVCache.from_state((*part, offset)) for part in parts)
 
 
 def quantize_caches(model: nn.Module, group_size: int, bits: int) -> None:
-    """From now on mlx-lm's ``make_prompt_cache`` makes quantized KV caches for ``model``.
+    """Makes mlx-lm's ``make_prompt_cache`` return quantized KV caches for ``model`` from now on.
 
-    Caches of sliding windows and of linear attention stay as they are: they do not grow.
+    Caches of sliding windows and of linear attention are not quantized: they do not grow.
 
     Raises:
-        InvalidArgument: the model has no KV caches that could be.
+        InvalidArgument: the model has no KV caches that can be quantized.
     """
     own = getattr(model, "make_cache", None)
     if all(type(cache) is not KVCache for cache in make_prompt_cache(model)):
@@ -93,12 +93,12 @@ def quantize_caches(model: nn.Module, group_size: int, bits: int) -> None:
 
 
 def are_quantized(caches: Sequence[Any]) -> bool:
-    """Whether some of them are."""
+    """Whether some of the caches are quantized."""
     return any(isinstance(cache, QuantizedKVCache) for cache in caches)
 
 
 def loaded_caches(caches: Sequence[Any]) -> list[Any]:
-    """Caches that mlx-lm has loaded from a file, for a batch: the quantized ones are of its own class."""
+    """Caches from a file, in the form for a batch: mlx-lm loads quantized ones as its own class."""
     return [
         QuantizedKVCache.from_state(cache.state) if isinstance(cache, mlx_lm_cache.QuantizedKVCache) else cache
         for cache in caches

@@ -8,10 +8,10 @@ __all__ = ["Refusal"]
 class Refusal(BaseException):
     """A request that is not served, or not to its end. Its text goes to the client.
 
-    It is no Exception: mlx-lm's handler answers all of these with a status of its own.
+    It is no Exception, because mlx-lm's handler answers all exceptions with a status of its own.
 
     Attributes:
-        status: of HTTP.
+        status: the status of HTTP.
         retry_after: seconds, or None.
     """
 
@@ -21,6 +21,6 @@ class Refusal(BaseException):
 
     @property
     def error(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The body of the error, in the format of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "code": self.status}}

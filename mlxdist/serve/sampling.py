@@ -18,12 +18,12 @@ _AHEAD = 16  # states that are computed together
 
 
 class SeededSampler:
-    """Draws what mlx-lm's ``sampler`` draws for one request alone, after ``mx.random.seed(seed)``.
+    """Draws the tokens that mlx-lm's ``sampler`` draws for one request alone, after ``mx.random.seed(seed)``.
 
-    It does so in a batch, too, and whatever other requests draw in between: on all ranks the same.
+    The draws are the same in a batch, whatever other requests draw in between, and on all ranks.
 
     Args:
-        seeds: for each token one, from the first that is sampled here.
+        seeds: a seed for each token, from the first that is sampled here.
     """
 
     def __init__(self, sampler: Sampler, seeds: Iterator[int]) -> None:
@@ -32,12 +32,12 @@ class SeededSampler:
         self._sampled = 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """The next token."""
+        """Draws the next token."""
         self._sampled += 1
         return self.at(self._sampled - 1, logprobs)
 
     def at(self, index: int, logprobs: mx.array) -> mx.array:
-        """The token with this index, from 0. It may be drawn several times, as drafts are."""
+        """Draws the token with this index, from 0. An index may be drawn several times, as for drafts."""
         while len(self._seeds) <= index:
             self._seeds.append(next(self._following))
         mx.random.seed(self._seeds[index])
@@ -52,7 +52,7 @@ def sampler_of(
     """mlx-lm's sampler for a request; with the random state of this request alone, unless it is greedy.
 
     Args:
-        adapt: makes of mlx-lm's sampler one that takes other rows than those of all logits.
+        adapt: makes a sampler for other rows than those of all logits from mlx-lm's.
     """
     sampler = _make_sampler(request, tokenizer)
     is_greedy = sampler is greedy_sampler

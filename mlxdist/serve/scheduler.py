@@ -1,4 +1,4 @@
-"""Continuous batching: rank 0 decides which requests wait, run and end. The other ranks get its decisions alone."""
+"""Continuous batching: rank 0 decides which requests wait, run and end. The other ranks get only its decisions."""
 
 import bisect
 import itertools
@@ -29,14 +29,14 @@ _LEVEL = 60.0  # seconds of waiting that a level of priority is worth
 
 
 class Request:
-    """One of a client, from its arrival on.
+    """A request of a client, from its arrival on.
 
     Attributes:
-        answer: its text, and where that ends.
-        events: for the thread that answers: the number of cached tokens when it is admitted, (computed, all) tokens of
-            its prompt, Tokens up to one with a finish_reason; or a Refusal, which is the last one.
-        order: of the queue, the least first. It does not change while a request waits: one that comes later overtakes
-            it only within a minute for each level of priority between them.
+        answer: the text of its answer, and where that ends.
+        events: a queue for the thread that answers: cached tokens of the prompt, once admitted; (computed, all) tokens
+            of its prompt; Tokens up to one with a finish_reason; or a Refusal, which is the last event.
+        order: its place in the queue, the least first. It does not change while a request waits: a later request
+            overtakes it only within a minute for each level of priority between them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Request:
         priority: int = 0,
         top_logprobs: int | None = None,
     ) -> None:
-        """``admission`` still has no number. ``top_logprobs`` is None where not even the token's own is wanted."""
+        """``admission`` has no number yet. ``top_logprobs``: None where the client needs no log-probabilities."""
         self.admission = self._asked = admission
         self.is_connected, self.answer, self.top_logprobs = is_connected, answer, top_logprobs
         self.arrived = time.monotonic()
@@ -66,19 +66,19 @@ class Request:
         self._is_cancelled.set()
 
     def leaves(self) -> str:
-        """Why it ends now; empty if it goes on."""
+        """Why the request ends now; empty if it goes on."""
         if self._is_cancelled.is_set() or not self.is_connected():
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
 
     @property
     def kept(self) -> int:
-        """Tokens of the prompt and of its answer, without a stop word."""
+        """The number of tokens of its prompt and its answer, without a stop word."""
         made = len(self.generated) if self.answer.length is None else self.answer.length
         return len(self._asked.prompt) + made
 
     def preempt(self) -> None:
-        """From now on its prompt ends with what it has generated, and its answer goes on there."""
+        """Appends its answer so far to its prompt, so that it can be admitted again and go on there."""
         asked, made = self._asked, len(self.generated)
         if made:
             self.admission = replace(
@@ -100,10 +100,10 @@ class Request:
 
 
 class Scheduler:
-    """Serves requests by priority, and of equal ones the first that has come, in ``places`` places.
+    """Serves requests by priority, then by arrival, in ``places`` places.
 
-    At most ``max_queue`` requests wait. Where there is no place, or no memory, for the first of them, it takes those of
-    requests that would come after it in the queue. These go on later, with the tokens that they would have had.
+    At most ``max_queue`` requests wait. Where there is no place or memory for the first of them, the scheduler
+    preempts running requests that come after it in the order. Those go on later, with the same tokens.
 
     The thread of the model calls all methods but :meth:`submit` and :meth:`stop`, which other threads call.
 
@@ -111,7 +111,7 @@ class Scheduler:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
         log: gets a line for each request that has ended.
-        max_total_tokens: of the KV caches of all that run.
+        max_total_tokens: the maximum number of tokens of the KV caches of all running requests.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """The next decision is to stop. Any thread may call this, that of the model also in a handler of signals."""
+        """Makes the next decision stop the server. Any thread may call this, also the model's, in a signal handler."""
         self._stops = True
         with self._changed:  # which that thread may hold: it is an RLock
             self._changed.notify()
 
     def decide(self, step: int, size: int, digest: int) -> Decisions:
-        """What all ranks do next, in a message of ``size`` bytes. Waits while there is nothing to do."""
+        """Decisions for the next step, in a message of ``size`` bytes. Waits while there is nothing to do."""
         self._metrics.add("steps_total")
         self._metrics.add("decision_bytes_total", size)
         with self._changed:
@@ -191,7 +191,7 @@ class Scheduler:
             return Decisions(step, digest, end, admitted, next_size=FRAME + brought)
 
     def deliver(self, outcome: Outcome) -> None:
-        """Hands out what a step gave."""
+        """Passes the results of a step to the requests."""
         for number, cached in outcome.cached.items():
             request = self._running[number]
             if request.cached is not None:  # it goes on
@@ -209,7 +209,7 @@ class Scheduler:
                 self._deliver_token(response, outcome.failed.get(response.uid, ""))
 
     def _deliver_token(self, response: Any, failed: str) -> None:
-        """``failed``: why the answer, once it has ended, is none of its grammar."""
+        """``failed``: why a complete answer does not match its grammar; empty if it does."""
         request, reason = self._running[response.uid], response.finish_reason
         request.generated.append(response.token)
         self._metrics.add("generated_tokens_total")
@@ -238,13 +238,13 @@ class Scheduler:
         self._has_ended(request, outcome)
 
     def fail(self, reason: str) -> None:
-        """Ends all requests, those that come later too."""
+        """Ends all requests, and those that arrive later."""
         with self._changed:
             self._end_all(f"the server has failed: {reason}")
 
     @property
     def unavailable(self) -> str:
-        """Why no request is taken; empty if they are."""
+        """Why no request is accepted; empty if requests are."""
         return self._unavailable
 
     def gauges(self) -> dict[str, float]:
@@ -252,7 +252,7 @@ class Scheduler:
         return {"running": len(needs), "queued": len(self._waiting), "reserved_tokens": reserved(needs)}
 
     def _next(self, room: int) -> list[Request]:
-        """The first requests of the queue that can run now, and fit in ``room`` bytes."""
+        """The first requests of the queue that can run now and fit into ``room`` bytes."""
         found: list[Request] = []
         for request in self._waiting[:MAX_ADMISSIONS]:
             room -= request.admission.size
@@ -262,12 +262,12 @@ class Scheduler:
         return found
 
     def _can_run(self, requests: Sequence[Request]) -> bool:
-        """Together."""
+        """Whether these requests can run together."""
         needs = [request.admission.tokens for request in requests]
         return len(requests) <= self._places and reserved(needs) <= self._max_total_tokens
 
     def _preempt(self, most: int) -> list[tuple[int, int]]:
-        """Ends the requests that the first of the queue takes the places of; they are in the queue then."""
+        """Ends the requests whose places the first of the queue needs, and puts them back into the queue."""
         first, left = self._waiting[:1], dict(self._running)
         taken: list[int] = []
         while first and len(taken) < most and not self._can_run([*left.values(), *first]):

@@ -44,22 +44,22 @@ _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
 
 class Clients(Protocol):
-    """Where requests come from, on rank 0."""
+    """A source of requests, on rank 0."""
 
     def listening(self) -> AbstractContextManager[None]:
-        """They come within."""
+        """A context in which requests arrive."""
 
     def ready(self, name: str, ranks: int, layout: str) -> None:
-        """From now on they are served, by the model of that name, which the ranks share in that way."""
+        """Called when requests begin to be served, by the model ``name`` on that number of ranks with that layout."""
 
     def interrupt(self) -> None:
-        """SIGINT has come."""
+        """Called for SIGINT."""
 
     def failed(self) -> None:
-        """The server ends, and has said why. Returns when clients have had the time to hear it."""
+        """Called when the server fails, after each request has its reason. Returns once clients had time to read it."""
 
     def log(self, text: str) -> None:
-        """What a request was, and how it ended."""
+        """Logs a request and its end."""
 
 
 class Server:
@@ -228,7 +228,7 @@ def run(
 
 
 def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
-    """All ranks, until rank 0 decides to stop: one broadcast, and one step of the model if there is something to do.
+    """Runs steps on all ranks until rank 0 decides to stop: one broadcast, and one step of the model if there is work.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
@@ -251,7 +251,7 @@ def take_signals(received: list[int], scheduler: Scheduler | None, clients: Clie
     """Adds the SIGINT and SIGTERM that come from now on to ``received``. Rank 0 decides what follows; the launcher
     signals all ranks.
 
-    They stay taken: the process ends after the loop, and more of them must not make a failure of that.
+    The handlers stay: the process ends after the loop, and a further signal must not turn that into a failure.
     """
 
     def take(number: int, frame: FrameType | None) -> None:
@@ -266,17 +266,17 @@ def take_signals(received: list[int], scheduler: Scheduler | None, clients: Clie
 
 
 def _mlx_lms(options: ServeOptions) -> Namespace:
-    """Of mlx_lm.server's options, those that its handler reads; with its defaults."""
+    """The options of mlx_lm.server that its handler reads, with its defaults."""
     defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
     origins, template = list(options.allowed_origins), options.chat_template_args
     return Namespace(num_draft_tokens=0, allowed_origins=origins, chat_template_args=template, **defaults)
 
 
 def _context(directory: Path, options: ServeOptions) -> int:
-    """Tokens of a prompt and its answer. Drafts go beyond its end, and must have positions.
+    """The maximum number of tokens of a prompt and its answer. Drafts extend beyond it, and must have positions, too.
 
     Raises:
-        InvalidArgument: there are none left.
+        InvalidArgument: no token is left.
     """
     config = load_config(directory)
     found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")

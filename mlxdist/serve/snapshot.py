@@ -51,7 +51,7 @@ class _Sequence:
 
     @property
     def name(self) -> str:
-        """The same on all ranks; the files of their shards differ."""
+        """The file name of a sequence, the same on all ranks, although the files of their shards differ."""
         return hashlib.blake2b(repr((self.kind, self.tokens)).encode(), digest_size=_DIGEST_SIZE).hexdigest()
 
 
@@ -62,7 +62,7 @@ class _Index:
 
 
 class Snapshot:
-    """Of this rank, in ``directory``, which ranks of one host may share.
+    """This rank's snapshot, in ``directory``, which ranks of one host may share.
 
     Raises:
         InvalidArgument: its directory cannot be made, or something else has its name.
@@ -113,7 +113,7 @@ class Snapshot:
                 say(f"the prefix cache has {len(cache)} saved sequences with {cache.tokens} tokens")
 
     def save(self, cache: PrefixCache) -> None:
-        """After :meth:`load`, in place of the snapshot that is there. If it cannot be written, that is printed."""
+        """Replaces the existing snapshot by ``cache``, after :meth:`load`. Prints an error if it cannot be written."""
         try:
             sequences = [
                 {"kind": kind, "tokens": tokens, "digest": self._write(caches)}
@@ -128,7 +128,7 @@ class Snapshot:
             say(f"rank {self._group.rank()}: the prefix cache cannot be saved in {self._folder}: {error}")
 
     def _read(self) -> tuple[dict[str, tuple[_Sequence, list[Any]]], list[str]]:
-        """The sequences that this rank can read, by name, with their caches; and what is wrong with others."""
+        """The sequences that this rank can read, by name, with their caches; and errors of the others."""
         path, found, problems = self._folder / _INDEX, {}, []
         if not path.exists():
             return {}, []
@@ -150,7 +150,7 @@ class Snapshot:
         return found, problems
 
     def _write(self, caches: list[Any]) -> str:
-        """The digest of the file in which the caches are then."""
+        """Writes the caches to a file, and returns the digest that names it."""
         temporary = self._folder / f"{os.urandom(8).hex()}.safetensors"
         save_prompt_cache(str(temporary), caches)
         digest = _digest(temporary)

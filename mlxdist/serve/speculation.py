@@ -4,8 +4,8 @@ Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decodin
 mlx-lm's ``speculative_generate_step``: a draft is accepted where the model samples the same token. Each token has the
 random state of its place in the answer, so that answers are the same with and without drafts.
 
-A smaller model drafts (:class:`DraftedModel`), or drafts are looked up: they are what followed the last two tokens
-where these were before, in the prompt or the answer ("prompt lookup decoding", github.com/apoorvumang).
+Drafts come from a smaller model (:class:`DraftedModel`), or from the text: the tokens that followed the last two tokens
+at their previous place, in the prompt or the answer ("prompt lookup decoding", github.com/apoorvumang).
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ __all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
 
 
 class DraftedModel:
-    """A model and its draft model as one of mlx-lm's: both compute each prompt, and a prompt cache is of both.
+    """A model and its draft model, in the form of one model of mlx-lm: both compute each prompt, into one prompt cache.
 
     Batches of prompts and the prefix cache are then mlx-lm's as they are.
     """
@@ -40,7 +40,7 @@ class DraftedModel:
         """The logits of the model.
 
         Raises:
-            InvalidArgument: those of the draft model are for another number of tokens.
+            InvalidArgument: the draft model returns logits for another number of tokens.
         """
         drafts = self.draft(tokens, cache)
         logits = self.target(self.after_draft(tokens, cache), cache)
@@ -50,17 +50,17 @@ class DraftedModel:
         return logits
 
     def target(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """The logits of the model, which alone computes."""
+        """The logits of the model, without a call of the draft model."""
         return self.model(tokens, cache=cache[self._layers :])
 
     def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """The logits of the draft model, which alone computes."""
+        """The logits of the draft model, without a call of the model."""
         return self._draft_model(tokens, cache=cache[: self._layers])
 
     def after_draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """``tokens``, which depend on the draft model's cache: all ranks compute that before what comes of them.
+        """``tokens`` with a dependency on the draft model's cache, so that all ranks compute that first.
 
-        Without it MLX orders the collectives of both models by their graphs, which differ between unequal shards.
+        Without it, MLX orders the collectives of both models by their graphs, which differ between unequal shards.
         """
         return mx.depends(tokens, [layer.keys for layer in _flat(cache[: self._layers])])
 
@@ -71,10 +71,10 @@ class SpeculativeBatchGenerator(BatchGenerator):
     Args:
         model: a DraftedModel; for any other one drafts are looked up.
         num_draft_tokens: drafts of each request in a step.
-        options: of BatchGenerator.
+        options: arguments of BatchGenerator.
 
     Raises:
-        InvalidArgument: the model has a cache from which tokens cannot be taken back.
+        InvalidArgument: the model has a cache that tokens cannot be removed from.
     """
 
     def __init__(self, model: Any, num_draft_tokens: int, **options: Any) -> None:
@@ -88,12 +88,12 @@ class SpeculativeBatchGenerator(BatchGenerator):
 
     @property
     def inputs(self) -> list[list[int]]:
-        """What the model computed in the last step: of each request a token of its answer, and drafts."""
+        """The inputs of the model in the last step: for each request a token of its answer, and drafts."""
         return self._batch.inputs
 
 
 class _SpeculativeBatch(GenerationBatch):
-    """As in mlx-lm's, each request has a token between steps that is sampled and not in the cache: the next one."""
+    """A batch in which, as in mlx-lm's, each request has, between steps, one sampled token that no cache has yet."""
 
     num_draft_tokens = 0
     samplers: list[Any]
@@ -125,7 +125,7 @@ class _SpeculativeBatch(GenerationBatch):
         return self._accept(after, logprobs)
 
     def _draft(self, contexts: list[mx.array | None]) -> mx.array:
-        """The next tokens, and drafts of the draft model after them. Shape (requests, 1 + drafts)."""
+        """Appends drafts of the draft model to the next tokens. Shape (requests, 1 + drafts)."""
         inputs = self._next_tokens[:, None]
         for _ in range(self._most_drafts()):
             logits = self.model.draft(inputs[:, -1:], self.prompt_cache)
@@ -137,7 +137,7 @@ class _SpeculativeBatch(GenerationBatch):
         return inputs
 
     def _look_up(self, contexts: list[mx.array | None]) -> mx.array:
-        """The next tokens, and drafts: as many as the most that are found for a request, zeros where there are less."""
+        """Appends looked-up drafts to the next tokens, as many as the longest row has; zeros fill the others."""
         following: Any = self._next_tokens.tolist()
         most = self._most_drafts()
         self._lookups = {uid: self._lookups.get(uid) or _Lookup() for uid in self.uids}
@@ -150,7 +150,7 @@ class _SpeculativeBatch(GenerationBatch):
         return mx.array([[token, *each] for token, each in zip(following, drafts)], mx.uint32)
 
     def _most_drafts(self) -> int:
-        """No more than a request can have after its next token."""
+        """The maximum number of drafts, as far as some request can use them after its next token."""
         left = max(most - made for most, made in zip(self.max_tokens, self._num_tokens)) - 1
         return min(self.num_draft_tokens, left)
 
@@ -186,11 +186,11 @@ class _SpeculativeBatch(GenerationBatch):
         return mx.concatenate(tokens), logprobs
 
     def _accept(self, sampled: list[list[int]], logprobs: mx.array) -> list[Any]:
-        """Responses for the next tokens and the drafts that were sampled, too; the caches keep these.
+        """Returns responses for the next tokens and the drafts that the model sampled too, which stay in the caches.
 
         Args:
-            sampled: of each request, what follows each of its inputs.
-            logprobs: of these, shape (requests, inputs, vocabulary).
+            sampled: for each request, the tokens that follow each of its inputs.
+            logprobs: their log-probabilities, shape (requests, inputs, vocabulary).
         """
         before = [len(tokens) for tokens in self.tokens]
         kept, reasons = [], []
@@ -238,17 +238,17 @@ class _SpeculativeBatch(GenerationBatch):
 
 
 class _Lookup:
-    """Where each two tokens of a sequence were last followed by another one."""
+    """An index of the last place where each pair of tokens was followed by another one."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, int], int] = {}
         self._seen = 2
 
     def after(self, tokens: list[int], following: int, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the last two before.
+        """Up to ``most`` tokens that followed the previous occurrence of the last two.
 
         Args:
-            tokens: the last one is the first of the two. They grow from call to call.
+            tokens: the sequence, which grows from call to call; its last token is the first of the two.
             following: the second of the two.
         """
         for end in range(self._seen, len(tokens) + 1):
@@ -259,12 +259,12 @@ class _Lookup:
 
 
 def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int) -> None:
-    """Takes back what was computed and not kept: of each row all but ``kept`` of the last ``computed`` tokens.
+    """Removes rejected tokens: from each row all but the first ``kept`` of the last ``computed`` tokens.
 
-    The rows of mlx-lm's batches end together, behind padding. Rows that keep fewer tokens move to the right.
+    The rows of mlx-lm's batches end together, padded on the left. Rows that keep fewer tokens move to the right.
 
     Args:
-        before: tokens of each row that the cache had.
+        before: the number of tokens that the cache of each row had.
     """
     first, *_ = layers = _flat(cache)
     after = [sum(each) for each in zip(before, kept)]
@@ -281,6 +281,6 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
 
 
 def _flat(cache: list[Any]) -> list[Any]:
-    """Those with keys and values."""
+    """The caches that have keys and values."""
     lists = [each.caches if isinstance(each, CacheList) else [each] for each in cache]
     return [layer for layers in lists for layer in layers if not isinstance(layer, AdapterCache)]

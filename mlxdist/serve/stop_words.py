@@ -1,7 +1,7 @@
 """Stop words, found in the text of an answer wherever the borders of its tokens are.
 
-mlx-lm looks for the tokens that its tokenizer makes of a word, and a model may write the word with others. Here the
-text is searched, before any of it is shown.
+mlx-lm searches for the tokens that its tokenizer makes of a word, but a model may write the word with others. Here
+the text is searched, before any of it is shown.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ class Piece(NamedTuple):
     """A character of an answer, or a control sequence as a whole, such as <think>.
 
     Attributes:
-        text: as the model has written it.
-        shown: in its place; of a control sequence :class:`Sections` has it.
+        text: the text that the model has written.
+        shown: the text in its place; for a control sequence, :class:`Sections` has it.
     """
 
     text: str
@@ -33,11 +33,11 @@ class StopWords:
     """Finds the first stop word in a text that comes piece by piece. A word does not begin or end inside a piece.
 
     Args:
-        words: none of them is empty.
+        words: the stop words; none is empty.
 
     Attributes:
-        found: whether the text has one.
-        held: pieces that may be the beginning of a word; once a word is found, those from its first one on.
+        found: whether a word was found in the text.
+        held: pieces that may begin a word; once a word is found, the pieces from its first one on.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class StopWords:
         self.held: list[Piece] = []
 
     def read(self, pieces: Iterable[Piece], is_end: bool = False) -> list[Piece]:
-        """The next pieces of the text, or its last ones. Returns those before all words, in the order of the text."""
+        """Reads the next, or the last, pieces of the text. Returns, in order, pieces that precede any stop word."""
         self.held += pieces
         text = "".join(piece.text for piece in self.held)
         borders = [0, *accumulate(len(piece.text) for piece in self.held)]
@@ -58,7 +58,7 @@ class StopWords:
         return before
 
     def _begins(self, text: str, at: int, borders: Sequence[int], is_end: bool) -> bool:
-        """Whether a word begins there, or may begin."""
+        """Whether a word begins at ``at``, or may begin there."""
         if text[at] not in self._first_characters:
             return False
         self.found = any(text.startswith(word, at) and at + len(word) in borders for word in self._words)
@@ -72,8 +72,8 @@ class Sections:
     answer. Therefore the machine is here, and the handler gets another one, whose control sequences are one character.
 
     Attributes:
-        machine: mlx-lm's, without stop words.
-        of_handler: for texts of :class:`AnswerText`.
+        machine: mlx-lm's machine, without stop words.
+        of_handler: the machine for texts of :class:`AnswerText`.
         switches: the character with which each section begins.
     """
 
@@ -87,10 +87,10 @@ class Sections:
 
 
 class AnswerText:
-    """The text of an answer, handed out with its tokens, up to the first stop word.
+    """The text of an answer, returned together with its tokens, up to the first stop word.
 
     Args:
-        sections: of this tokenizer.
+        sections: the sections of this tokenizer.
         initial: the section with which the answer begins.
         words: the stop words.
 
@@ -111,12 +111,12 @@ class AnswerText:
         self.length: int | None = None
 
     def add(self, token: Any, text: str, is_last: bool) -> list[tuple[Any, str]]:
-        """Tokens of whose text all is decided, with what is shown of it.
+        """Adds a token. Returns tokens whose text is final, each with the text to show.
 
-        After a stop word the last one is that in which the word begins, and there are no more.
+        After a stop word, the last returned token is the one in which the word begins, and no more follow.
 
         Args:
-            text: what the detokenizer gives after ``token``; it may be that of earlier ones, too.
+            text: the detokenizer's text after ``token``, which may belong to earlier tokens, too.
             is_last: whether the answer ends.
         """
         self._unread.append(token)
@@ -148,7 +148,7 @@ class AnswerText:
         return tokens
 
     def _split(self, text: str, is_last: bool) -> Iterator[Piece]:
-        """By mlx-lm's machine; by characters only if there are stop words, since it takes time."""
+        """Splits text by mlx-lm's machine; into characters only if there are stop words, because that takes time."""
         for part in text if self._has_words else [text]:
             pending = self._state[3] + part
             self._state, ((_, plain), *others) = TextStateMachine.split(self._state, part)

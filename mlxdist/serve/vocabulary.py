@@ -1,12 +1,12 @@
-"""Sampling from logits of which every rank computes a shard of the vocabulary, inside mlx-lm's batches.
+"""Sampling from logits that are sharded over the vocabulary, inside mlx-lm's batches.
 
 mlx-lm's generators subtract the log-sum-exp of a row of logits and give the row to a sampler. A row here is this rank's
-logits and, as one more, the log-sum-exp of all others': so the log-sum-exp of the row is that of the whole vocabulary.
+logits and, as one more, the log-sum-exp of all others': so the log-sum-exp of the row is that of the full vocabulary.
 Tokens are those of mlx-lm's samplers, from the same random numbers.
 
-For every row of logits a rank sends 4 bytes for that sum, and what :class:`mlxdist.nn.VocabParallelSampler` does.
-Logits are gathered for requests with logits processors or with xtc_probability, and whose client wants
-log-probabilities.
+A rank sends 4 bytes per row of logits for that sum, and the messages of :class:`mlxdist.nn.VocabParallelSampler`. All
+logits of a row are gathered for requests with logits processors or xtc_probability, and for log-probabilities
+that a client asks for.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class VocabParallelModel:
     """A model of mlx-lm whose output layer is sharded over the vocabulary, in place. Collective.
 
     Raises:
-        InvalidArgument: it has no output layer that is known, or more than one.
+        InvalidArgument: it has no output layer of a known type, or more than one.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -51,7 +51,7 @@ class VocabParallelModel:
         return make_prompt_cache(self.model)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Logits of this rank, and the log-sum-exp of the others', float32. Shape (requests, tokens, size + 1).
+        """This rank's logits, and the log-sum-exp of all others, float32. Shape (requests, tokens, shard size + 1).
 
         Raises:
             InvalidArgument: the model returns something else than its output layer's logits.
@@ -63,11 +63,11 @@ class VocabParallelModel:
         return self._with_rest(logits, sums)
 
     def gathered(self, row: mx.array) -> mx.array:
-        """All logits of a row, or all log-probabilities. A collective, when it is evaluated."""
+        """All logits, or all log-probabilities, of a row. Collective when the result is evaluated."""
         return self._ordered(lambda row: join(row[..., :-1], -1, self._sizes, self._group))(row)
 
     def sampler(self, sampling: SamplingArguments, sampler: Sampler) -> Sampler:
-        """What draws from this model's rows as ``sampler``, mlx-lm's with these arguments, does from whole ones."""
+        """A sampler for this model's rows with the tokens of ``sampler``, mlx-lm's for ``sampling``, on full rows."""
         if sampler is greedy_sampler:
             return self.greedy  # one for all rows, with which mlx-lm samples them at once
         if sampling.xtc_probability > 0:
@@ -82,7 +82,7 @@ class VocabParallelModel:
         return self._ordered(sample)
 
     def processors(self, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-        """One for this model's rows, which does what ``processors`` do with whole ones."""
+        """One logits processor for this model's rows, with the effect of ``processors`` on full rows."""
 
         def process(tokens: mx.array, row: mx.array) -> mx.array:
             logits = self.gathered(row)
@@ -95,18 +95,18 @@ class VocabParallelModel:
         return [process] if processors else []
 
     def _ordered(self, collective: Sampler) -> Sampler:
-        """Rows do not depend on each other, and their graphs differ where ranks have shards of unequal sizes."""
+        """Orders the rows' collectives: rows are independent, and graphs differ between unequal shards."""
         return lambda row: self._order.carry_out(collective, row)
 
     def _with_rest(self, logits: mx.array, sums: mx.array) -> mx.array:
-        """``sums``: the log-sum-exp of each rank's logits, shape (ranks, ..., 1)."""
+        """Appends the other ranks' log-sum-exp. ``sums``: that of each rank's logits, shape (ranks, ..., 1)."""
         rank = self._group.rank()
         others = mx.concatenate([sums[:rank], sums[rank + 1 :]])
         return mx.concatenate([logits, mx.logsumexp(others, axis=0)], axis=-1)
 
 
 def _shard_output_layer(model: nn.Module, group: Group) -> list[int]:
-    """Shards ``lm_head``, or what the embedding computes in its place. Returns the tokens of each rank."""
+    """Shards ``lm_head``, or the embedding where it is the output layer. Returns the number of tokens of each rank."""
     modules = dict(model.named_modules())
     heads = [path for path in modules if path.rpartition(".")[2] == "lm_head"]
     embeddings = [path for path, module in modules.items() if type(module) in (nn.Embedding, nn.QuantizedEmbedding)]
@@ -124,7 +124,7 @@ def _shard_output_layer(model: nn.Module, group: Group) -> list[int]:
 
 
 class _OutputEmbedding(nn.Module):
-    """Looks up all tokens, as every rank does. Computes the logits of those ``here``, from rows of the same memory."""
+    """An embedding with all rows, as on every rank, that computes the logits of the rows ``here``, without a copy."""
 
     def __init__(self, embedding: nn.Module, here: slice) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What every rank does in a step: rank 0's decisions, then one step of mlx-lm's BatchGenerator, or of one of several.
+"""The step of every rank: it carries out rank 0's decisions, then runs mlx-lm's BatchGenerator, or a variant of it.
 
-All that changes the batch or the prefix cache comes from the decisions or from tokens, which are the same on all ranks.
+The batch and the prefix cache depend only on the decisions and on tokens, which are the same on all ranks.
 Nothing here reads a clock, a socket or the size of a shard.
 """
 
@@ -42,15 +42,15 @@ REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much is computed together, and kept.
+    """Limits of a batch and of the prefix cache.
 
     Attributes:
-        decode_concurrency: requests that run at a time.
-        prompt_concurrency: prompts of one chunk.
-        prefill_step_size: tokens of each prompt in a chunk.
-        max_total_tokens: of all KV caches, those of the prefix cache included; None for what there is memory for.
+        decode_concurrency: the number of requests that run at a time.
+        prompt_concurrency: the number of prompts in one chunk.
+        prefill_step_size: the number of tokens of each prompt in a chunk.
+        max_total_tokens: tokens of all KV caches, including the prefix cache; None for as many as memory allows.
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
-        num_draft_tokens: drafts of each request in a step; 0: of a step a request has one token.
+        num_draft_tokens: drafts of each request in a step; with 0, a request gets one token per step.
     """
 
     decode_concurrency: int = 32
@@ -64,14 +64,14 @@ class BatchLimits:
 
 @dataclass
 class Outcome:
-    """What a step gave.
+    """The results of a step.
 
     Attributes:
-        cached: of each admitted request, the tokens of its prompt that the prefix cache had.
-        prefill: mlx-lm's responses of prompts.
-        tokens: mlx-lm's responses of requests that generate; with drafts a request may have several.
-        drafted, accepted: how many drafts the model has computed, and how many of them it would have sampled.
-        failed: of requests that have ended without the output that their grammar describes, the reason.
+        cached: for each admitted request, the number of tokens of its prompt that were in the prefix cache.
+        prefill: mlx-lm's responses for prompts.
+        tokens: mlx-lm's responses for requests that generate; with drafts, a request may have several.
+        drafted, accepted: the number of drafts that the model has computed, and of those that it would have sampled.
+        failed: for requests whose answer ended without matching their grammar, the reason.
     """
 
     cached: dict[int, int] = field(default_factory=dict)
@@ -87,10 +87,10 @@ class _Running:
     """A request of the batch.
 
     Attributes:
-        kinds: of its segments that are not computed yet, the last first.
-        needs: tokens that its KV cache comes to have, at most.
+        kinds: the kinds of its segments that are not computed yet, the last first.
+        needs: the maximum number of tokens of its KV cache, at its end.
         logprobs: whether rank 0 reads log-probabilities.
-        grammar: of its answer, or None.
+        grammar: the processor for the grammar of its answer, or None.
     """
 
     kinds: list[str]
@@ -100,14 +100,14 @@ class _Running:
 
 
 class Worker:
-    """The batch of this rank.
+    """The batch on this rank.
 
     Attributes:
         digest: CRC-32 of the tokens of the last step and their requests, and of the drafts.
 
     Raises:
-        InvalidArgument: the model has caches that mlx-lm cannot join in a batch, or from which drafts cannot be taken
-            back.
+        InvalidArgument: the model has caches that mlx-lm cannot join in a batch, or from which drafts cannot be
+            removed.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
@@ -137,7 +137,7 @@ class Worker:
     def warm_up(self) -> int:
         """Generates some tokens for a prompt, and for longer ones that join it, so that batches have been compiled.
 
-        Three, since a mask with a wrong axis may fit batches of as many as there are KV heads.
+        It uses three requests: a mask with a wrong axis may fit a batch of as many requests as there are KV heads.
 
         Collective. Returns the size of the vocabulary.
 
@@ -163,7 +163,7 @@ class Worker:
         return vocabulary
 
     def limit_tokens(self, max_total_tokens: int) -> None:
-        """From now on all KV caches have at most that many."""
+        """Limits all KV caches to that many tokens from now on."""
         self._max_total_tokens = max_total_tokens
         self._make_room()
 
@@ -178,10 +178,10 @@ class Worker:
         return BatchGenerator(self._model, **sizes)
 
     def step(self, decisions: Decisions) -> Outcome:
-        """Collective as the model is; in a step without requests nothing is computed.
+        """Carries out decisions and computes one step, if there are requests. Collective like the model's call.
 
         Raises:
-            Mismatch: rank 0 has sampled other tokens in the step before than this rank.
+            Mismatch: rank 0 has sampled other tokens than this rank in the previous step.
         """
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
@@ -206,8 +206,8 @@ class Worker:
         return outcome
 
     def end(self, requests: Sequence[tuple[int, int]]) -> None:
-        """Ends ``requests``, as decisions have them. What is computed of them is kept, up to a stop word: they may come
-        again."""
+        """Ends ``requests``, pairs as in `Decisions.end`. Their computed tokens stay in the prefix cache, up to a stop
+        word, because the requests, or longer ones, may come again."""
         kept = {number: tokens for number, tokens in requests if number in self._running}
         computed = self._generator.remove(kept.keys() - self._finished.keys(), return_prompt_caches=True)
         for number in kept:
@@ -222,7 +222,7 @@ class Worker:
                 self._insert(tokens, cache, "assistant")
 
     def _gather_logprobs(self, responses: list[Any]) -> None:
-        """Of requests whose client wants them; all ranks take part."""
+        """Gathers the log-probabilities that clients asked for. Collective."""
         if self._sharded is None:
             return
         for response in responses:
@@ -231,7 +231,7 @@ class Worker:
         mx.eval([response.logprobs for response in responses])
 
     def close(self) -> None:
-        """Waits for the token that is computed ahead."""
+        """Waits for the token that mlx-lm computes in advance."""
         mx.synchronize()
         self._generator.close()
 
@@ -284,7 +284,7 @@ class Worker:
         self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))
 
     def _keep(self, outcome: Outcome) -> None:
-        """Puts what is computed of prompts in the prefix cache, as mlx-lm's server does; holds what has finished."""
+        """Puts computed segments of prompts into the prefix cache, as mlx-lm's server does. Holds finished ones."""
         ended = [
             response.uid
             for response in outcome.prefill
@@ -306,12 +306,12 @@ class Worker:
 
 
 def _evaluate(cache: list[Any]) -> None:
-    """Begins to compute the arrays: lazy ones hold the memory of the whole batch."""
+    """Begins to compute the arrays, because lazy ones keep the memory of the whole batch alive."""
     mx.async_eval([each.state for each in cache])
 
 
 def _innermost(model: Any) -> nn.Module:
-    """mlx-lm's model in what stands for it."""
+    """mlx-lm's model inside its wrappers."""
     while isinstance(model, AdaptedModel | DraftedModel | SplitModel | VocabParallelModel):
         model = model.model
     return model
