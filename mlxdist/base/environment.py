@@ -146,7 +146,7 @@ def _pattern(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable. ``of_job`` marks those that belong to one job: a job started inside another drops them."""
+    """An MLXDIST_* variable. ``of_job``: it belongs to one job, so a job that is started inside another drops it."""
 
     name: str
     meaning: str

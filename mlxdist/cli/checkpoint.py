@@ -118,7 +118,7 @@ def convert(source: Path, target: Path, like: str | None, name: str, step: int |
 
 
 def _rows(directory: Path, step: int | None, read_all: bool) -> list[dict[str, Any]]:
-    """One row per checkpoint: its step, manifest and problem, and whether it is damaged, not just incomplete."""
+    """Returns a row per checkpoint: its step, manifest and problem, and whether it is damaged, not just incomplete."""
     import mlxdist
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.train.checkpoint.complete import Problems, complete

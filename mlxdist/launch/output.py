@@ -260,7 +260,7 @@ class Stream:
 
 
 class Screen:
-    """One of the launcher's two streams, or both if they are the same file. Merges the lines of several ranks."""
+    """A standard stream of the launcher, or both if they are the same file. Merges the lines of several ranks."""
 
     def __init__(self, target: int, writer: Writer) -> None:
         self._shows_unfinished = os.isatty(target)

@@ -36,7 +36,7 @@ class RemoteRank:
 
 
 class HostInput:
-    """The standard input of the ranks on a host; see `standard_input`. One frame is under way at a time."""
+    """The standard input of the ranks on a host; see `standard_input`. At most one frame is in transit at a time."""
 
     def __init__(self, host: "RemoteHost", wake: Callable[[], None]) -> None:
         self.name = host.name

@@ -139,7 +139,7 @@ class Feed:
 class StandardInput:
     """Reads standard input as long as the launcher runs: a restarted job continues where reading has stopped.
 
-    One thread reads, since no call waits for files and terminals in the same way on all systems; another writes.
+    A thread reads, since no call waits for files and terminals in the same way on all systems; another writes.
     ``typed`` is called when a line was typed at a terminal, before ranks get it.
     """
 

@@ -82,7 +82,7 @@ class VocabParallelModel:
         return self._ordered(sample)
 
     def processors(self, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-        """One logits processor for this model's rows, with the effect of ``processors`` on full rows."""
+        """A logits processor for this model's rows, with the effect of ``processors`` on full rows."""
 
         def process(tokens: mx.array, row: mx.array) -> mx.array:
             logits = self.gathered(row)

@@ -52,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Host:
-    """One entry of a hostfile."""
+    """A host in a hostfile, with the ranks, addresses and devices that its entry gives it."""
 
     name: str  # what ssh connects to: a name or address, user@ before it if wanted
     slots: int = 1  # how many ranks run there

@@ -71,7 +71,7 @@ class Options:
 
 
 class Configuration:
-    """One run of `mlxdist config`. Values that the options leave open come from the hosts or the hostfile."""
+    """A run of `mlxdist config`. Values that the options leave open come from the hosts or the hostfile."""
 
     def __init__(self, selection: HostSelection, options: Options) -> None:
         self._selection, self._options = selection, options

@@ -1,4 +1,4 @@
-"""The algorithms of `mlxdist calibrate`: what is measured, which one is chosen for each operation and size."""
+"""The algorithms of `mlxdist calibrate`: measures them, and chooses one for each operation and size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure_algorithms(runner: Runner, smallest: int, largest: int) -> dict[str,
 
 
 def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
-    """Those of `size_range`, rounded up to an element of each rank's part."""
+    """The sizes of `size_range`, rounded up to a multiple of one element per rank."""
     unit = 4 * ranks
     return sorted({-(-size // unit) * unit for size in size_range(smallest, largest)})
 

@@ -1,4 +1,4 @@
-"""The hosts of `mlxdist calibrate`: measures them and their links, and judges and shows what comes back."""
+"""The hosts of `mlxdist calibrate`: measures them and their links, and checks and shows the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIGITS = 4  # that are kept of a measurement; the rest is noise
 
 @dataclass(frozen=True)
 class Link:
-    """GB/s from one host to another, as the receiver saw it."""
+    """A link: GB/s from one host to another, as the receiver measured it."""
 
     source: str
     target: str
@@ -45,14 +45,14 @@ class Link:
 
 @dataclass
 class HostMeasurement:
-    """Of one host.
+    """The measurements of one host.
 
     Attributes:
-        machine: what the host says of its device.
-        parts: what it returned for each part; see `mlxdist.tools.calibrate.measure.measure`.
-        links: those that lead to it and from it.
-        problems: why the measurements are no result.
-        slow: which are far below those of its kind: "tflops", "memory_gbps", "link_gbps".
+        machine: the host's description of its device.
+        parts: its result for each part; see `mlxdist.tools.calibrate.measure.measure`.
+        links: the links that lead to it and from it.
+        problems: why the measurements are invalid.
+        slow: the measurements that are far below the usual ones: "tflops", "memory_gbps", "link_gbps".
     """
 
     name: str
@@ -64,18 +64,18 @@ class HostMeasurement:
 
     @property
     def product(self) -> dict[str, Any]:
-        """The fastest one."""
+        """The result of the fastest dtype of products."""
         return max((self.parts[part] for part in PRODUCTS if self.parts.get(part)), key=lambda found: found["median"])
 
     @property
     def foreign_cpu_share(self) -> float | None:
-        """Over all parts, which last equally long; None where the system does not say."""
+        """The mean over all parts, which last equally long; None where the system does not report it."""
         shares = [found["foreign_cpu_share"] for found in self.parts.values() if found]
         return None if None in shares else statistics.fmean(shares)
 
     @property
     def measured(self) -> Measured:
-        """What the tuning file keeps."""
+        """The measurements that the tuning file stores."""
         slowest = min((link.gbps for link in self.links), default=None)
         return Measured(
             _rounded(self.product["median"]),
@@ -87,7 +87,7 @@ class HostMeasurement:
 def judge(
     names: Sequence[str], machines: Sequence[dict], parts: Sequence[dict[str, Any]], links: Sequence[dict]
 ) -> list[HostMeasurement]:
-    """The measurements of all hosts, with what is wrong with them. ``links``: those of ranks.py, by rank."""
+    """The measurements of all hosts, with their problems. ``links``: results of ranks.py, by rank."""
     hosts = [HostMeasurement(*of_host) for of_host in zip(names, machines, parts)]
     for host in hosts:
         host.problems += _impossible_parts(host)
@@ -102,7 +102,7 @@ def judge(
 
 
 def _mark_outliers(hosts: Sequence[HostMeasurement]) -> None:
-    """Computing and memory are compared among hosts with the same device, links among all that there are."""
+    """Marks slow hosts. Computing and memory are compared among hosts with the same device, links among all hosts."""
     usable = [host for host in hosts if not host.problems]
     for name in ("tflops", "memory_gbps", "link_gbps"):
         for host in usable:
@@ -146,7 +146,7 @@ def _rounded(figure: float) -> float:
 
 
 def measure_hosts(selection: HostSelection, seconds: float) -> tuple[list[HostMeasurement], dict[str, Any]]:
-    """All chosen hosts, and what the job that measured their links says of itself.
+    """Measures all selected hosts. Returns the measurements, and the result of the job that measured their links.
 
     Raises:
         ResourceError: a host cannot be measured.
@@ -176,7 +176,7 @@ def measure_hosts(selection: HostSelection, seconds: float) -> tuple[list[HostMe
 
 
 def _all_of(responses: list[Any]) -> list[Any]:
-    """All responses, or everything that is wrong with any."""
+    """Returns all responses, or raises one error for all hosts that returned one."""
     errors = [response for response in responses if isinstance(response, CallError)]
     if errors:
         raise ResourceError("\n".join(f"{one.name}: {one}" if one.connected else str(one) for one in errors))
@@ -194,7 +194,7 @@ def _check_machines(names: list[str], machines: list[dict[str, Any]]) -> None:
 
 
 def shares(selection: HostSelection, hosts: list[HostMeasurement]) -> dict[str, dict[str, float]]:
-    """By memory and by compute, the speed of a rank on each host relative to the slowest rank."""
+    """The speed of a rank on each host relative to the slowest rank, by memory and by compute."""
     hostfile = selection.hostfile or Hostfile(tuple(selection.hosts()))
     names = [host.name for host in hostfile.hosts for _ in range(host.slots)]
     measured = {host.name: host.measured for host in hosts}
@@ -233,7 +233,7 @@ def _cell(found: dict[str, Any], slow: bool = False) -> str:
 
 
 def _spread(found: dict[str, Any]) -> float:
-    """Half of what lies between the least and the most, as a share of the median."""
+    """Half of the difference between minimum and maximum, as a share of the median."""
     return (found["max"] - found["min"]) / 2 / found["median"]
 
 

@@ -1,4 +1,4 @@
-"""How fast the link from one rank to another is: the measurement of `mlxdist calibrate` and of `mlxdist doctor`."""
+"""Measures the speed of the link from one rank to another, for `mlxdist calibrate` and `mlxdist doctor`."""
 
 import time
 
@@ -19,12 +19,12 @@ def measure_link(
 ) -> dict[str, float] | None:
     """GB/s of the blocks as the receiver saw them, and its wrong elements; None on all other ranks.
 
-    A block of messages begins when the receiver requests it and ends when it has the last one, so that nothing is under
-    way when its clock starts. Then the receiver looks at every byte.
+    A block of messages begins when the receiver requests it and ends when it has the last one, so that nothing is in
+    transit when its clock starts. Then the receiver checks every byte.
 
     Args:
-        seconds: a block has fewer messages where the link is too slow for all of them.
-        blocks: how many count, at least and at most; one before them does not.
+        seconds: the time for all blocks; a block has fewer messages where the link is too slow for all of them.
+        blocks: the minimum and maximum number of blocks that count; one before them does not.
     """
     if world.rank() == source:
         _send(world, target)
@@ -32,7 +32,7 @@ def measure_link(
 
 
 def _messages(target: int) -> list[np.ndarray]:
-    """Those of a block: each another one, and another one to each rank."""
+    """The messages of a block: all different, and different for each target rank."""
     numbers = np.arange(MESSAGE_BYTES // 4, dtype=np.uint32)
     return [numbers * np.uint32(2 * target + 1) + np.uint32(number) for number in range(_MESSAGES)]
 

@@ -1,7 +1,7 @@
-"""What a host measures of itself, called by `mlxdist calibrate` through mlxdist.cluster.ssh: one part of it at a time.
+"""Measures this host, one part at a time; `mlxdist calibrate` calls it through mlxdist.cluster.ssh.
 
-Products of several shapes say how fast it computes. A copy, sums and a product of one row, all of arrays that no cache
-holds, say how fast it reads memory. Every result is compared with NumPy's at some places.
+Products of several shapes measure computing. A copy, sums and a product of one row, all on arrays larger than any
+cache, measure reading of memory. Every result is compared with NumPy's on samples.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ TOLERANCE = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def machine() -> dict[str, Any]:
-    """The device that MLX uses by default, and what else the numbers depend on."""
+    """MLX's default device, and the other facts that the measurements depend on."""
     info = getattr(mx, "device_info", None) or mx.metal.device_info
     device = str(info().get("device_name", platform.machine()))
     return describe_machine() | {"device": device, "kind": _kind(), "identity": host_identity()}
 
 
 def measure(part: str, seconds: float) -> dict[str, Any] | None:
-    """One part: "float32", "float16" or "bfloat16" for products; "copy", "sum" or "row" for memory.
+    """Measures one part: "float32", "float16" or "bfloat16" for products; "copy", "sum" or "row" for memory.
 
-    Returns the `quantiles` of TFLOPS or GB/s, how many of the compared elements are "wrong", and the
+    Returns the `quantiles` of TFLOPS or GB/s, the number of compared elements that are "wrong", and the
     "foreign_cpu_share" meanwhile. None for a dtype that the device only emulates.
     """
     foreign = ForeignLoad(None)
@@ -75,7 +75,7 @@ def _kind() -> str:
 
 
 def _products(dtype: str, seconds: float) -> dict[str, Any]:
-    """The fastest of the shapes, and all of them."""
+    """The result of the fastest shape, with the results of all shapes."""
     shapes, end = SHAPES[_kind()], time.perf_counter() + seconds
     found: list[dict[str, Any]] = []
     slowest = 0.0  # seconds for each operation, of the shape before
@@ -95,7 +95,7 @@ def _products(dtype: str, seconds: float) -> dict[str, Any]:
 
 
 class Evaluated:
-    """Calls a function and keeps the last result, not the one before: its memory is free for the next."""
+    """Calls a function and keeps only the last result, so that the memory of the previous one is free for the next."""
 
     def __init__(self, function: Callable[[], mx.array]) -> None:
         self._function, self.result = function, mx.zeros(0)
@@ -106,7 +106,7 @@ class Evaluated:
 
 
 def _memory(part: str) -> tuple[Evaluated, int, Callable[[], int]]:
-    """The work, the bytes that it moves, and how many of the compared elements are wrong after it.
+    """The work, the number of bytes that it moves, and a function that counts wrong elements among those compared.
 
     A copy; the sum of each row, so that whole numbers stay exact; one row, as a linear layer multiplies one token.
     """
@@ -128,7 +128,7 @@ def _array_bytes() -> int:
 
 
 def _counted() -> mx.array:
-    """Whole numbers, small enough that sums of a row are exact."""
+    """An array of whole numbers, small enough that the sum of a row is exact."""
     rows = _array_bytes() // 4 // COLUMNS
     x = (mx.arange(rows)[:, None] + mx.arange(COLUMNS)[None]).astype(mx.float32) % 7
     mx.eval(x)
@@ -142,7 +142,7 @@ def _random(shape: tuple[int, ...], dtype: str) -> mx.array:
 
 
 def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int:
-    """Of some elements of a @ b, compared with the same sums in float64."""
+    """The number of wrong elements in a sample of a @ b, compared with float64."""
     if product.shape != (a.shape[0], b.shape[1]):
         return a.shape[0] * b.shape[1]
     random = np.random.default_rng()
@@ -155,7 +155,7 @@ def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int
 
 
 def _times(work: Callable[[], object], seconds: float) -> np.ndarray:
-    """Seconds of each call, for about this long; at least of some."""
+    """The seconds of each call: calls for about ``seconds``, but at least MIN_CALLS."""
     end = time.perf_counter() + seconds
     once = Work(work)
     once.block(WARM_UP)

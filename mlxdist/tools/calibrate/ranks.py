@@ -1,4 +1,4 @@
-"""What the ranks of `mlxdist calibrate` measure: links, algorithms, and exchanges of tokens; see `bench.rank`."""
+"""Measurements by the ranks of `mlxdist calibrate`: links, algorithms, exchanges of tokens; see `bench.rank`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COPIES = 3
 
 
 class Links:
-    """Cases: source and target. Parameters: seconds for each."""
+    """Measures links. A case has source and target; ``parameters`` has the seconds for each."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world, self.seconds = world, parameters["seconds"]
         self.pairs = Environment.read().topology
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """The link, and what a copy of as much by the receiver reaches; none where the two are not adjacent."""
+        """The link, and the speed of a copy of as many bytes by the receiver; empty where the two are not adjacent."""
         source, target = case["source"], case["target"]
         if self.pairs is not None and (source, target) not in self.pairs:
             return []
@@ -43,14 +43,14 @@ class Links:
 
 
 class Algorithms:
-    """Cases: operation, and bytes of the input for all but a barrier. Parameters: repeats."""
+    """Measures algorithms. A case has operation and, except for barrier, bytes; ``parameters`` has the repeats."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world = world
         self.take = partial(interleave, repeats=parameters["repeats"])
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """A result for each algorithm that the operation has, with the one that it has by default."""
+        """A result for each algorithm of the operation, with the default algorithm."""
         operation, size, world = case["operation"], case.get("bytes", 0), self.world
         called = None
         if operation != "barrier":
@@ -77,7 +77,7 @@ class Algorithms:
 
 
 class ExpertLinks:
-    """Measures one case, without fields: that of `mlxdist.nn.expert_parallel.policy.calibrate`."""
+    """Measures exchanges of tokens, by `mlxdist.nn.expert_parallel.policy.calibrate`. Its only case has no fields."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world = world

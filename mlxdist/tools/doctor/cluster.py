@@ -1,4 +1,4 @@
-"""Everything known of all hosts when the checks run: plain data."""
+"""The facts about all hosts that the checks read, as plain data."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ __all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What the hosts are checked for."""
+    """The subjects of the checks: the command, its files and settings, and which checks are left out."""
 
     command: tuple[str, ...] = ()  # what is going to be launched; may be empty
     # script, model: to be the same on all hosts; empty for none
@@ -35,7 +35,7 @@ class ProbeError:
 
 @dataclass(frozen=True)
 class ConnectAttempt:
-    """One host has tried to connect to another, at an address and a port where that listens."""
+    """A connection that one host has tried to another, at an address and a port where the other listens."""
 
     source: str
     target: str
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass
 class Cluster:
-    """``responses[step][host]``: a host's response to one request; ``errors[step][host]``: why there is none."""
+    """The hosts. ``responses[step][host]``: a response to a request; ``errors[step][host]``: why there is none."""
 
     hosts: tuple[Host, ...]
     options: CheckOptions = CheckOptions()
@@ -86,7 +86,7 @@ class Cluster:
         return [host.name for host in self.hosts]
 
     def each(self, step: str) -> Iterator[tuple[str, Any]]:
-        """The hosts that have responded, in their order, with their responses."""
+        """The hosts that responded to a request, in their order, with their responses."""
         return ((host.name, response) for host, response in self.each_host(step))
 
     def each_host(self, step: str) -> Iterator[tuple[Host, Any]]:

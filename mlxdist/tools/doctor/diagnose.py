@@ -1,4 +1,4 @@
-"""All of `mlxdist doctor` but its command line: probe the hosts, run a job on those that pass, run the checks."""
+"""All of `mlxdist doctor` except its command line: probes the hosts, runs a job where they pass, runs the checks."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def make_options(
     quick: bool = False,
     full: bool = False,
 ) -> CheckOptions:
-    """What to check the hosts for. Script and model are found in the command, where it has them."""
+    """The options of the checks. Script and model are taken from the command if they are not given."""
     hostfile = selection.hostfile
     envs = dict(setting.split("=", 1) for setting in hostfile.envs) if hostfile else {}
     ours = {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
@@ -57,7 +57,7 @@ def diagnose(
 ) -> tuple[Cluster, list[Result]]:
     """Probes all hosts, runs a job on those that pass, and returns the results of all checks.
 
-    ``on_progress``: None shows the progress on the terminal.
+    ``on_progress``: called with host and step; None shows the progress on the terminal.
     """
     hosts = selection.hosts()
     names = [host.name for host in hosts]
@@ -78,11 +78,11 @@ def diagnose(
 def preflight(
     selection: HostSelection, command: Sequence[str], *, directory: str = "", variables: Mapping[str, str] | None = None
 ) -> int:
-    """The checks that take seconds, before a job. Prints the problems and one line; 0 if the job may be started.
+    """Runs the quick checks before a job. Prints the problems and a summary. Returns 0 if the job may be started.
 
     Args:
         directory: where the ranks will run; the current one if empty.
-        variables: what is set for all ranks besides the hostfile's and this shell's: --env.
+        variables: variables for all ranks in addition to the hostfile's and this shell's, by --env.
     """
     options = make_options(selection, command, directory=directory or os.getcwd(), variables=variables, quick=True)
     cluster, results = diagnose(selection, options)
@@ -91,10 +91,10 @@ def preflight(
 
 
 def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
-    """Those that have failed by themselves, and of pairs that do not reach each other as few as will do.
+    """The hosts that fail by themselves, and the fewest hosts that resolve the pairs that do not reach each other.
 
-    Of the hosts of such pairs, the one that is in most of them goes first; of equal ones the one that comes later in
-    the hostfile, since rank 0 is on the first.
+    The host in most of these pairs is removed first; among equals, the last one in the hostfile,
+    because rank 0 is on the first.
     """
     failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
     alone = {name for failure in failures if not failure.is_way for name in failure.hosts}
@@ -109,7 +109,7 @@ def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
 
 
 def without_hosts(found: Hostfile, failed: Sequence[str]) -> Hostfile:
-    """In a format that can be written: names given on the command line are a hostfile without one."""
+    """The remaining hosts, as JSON if the hosts come from the command line and have no format of their own."""
     remaining = found.only([host.name for host in found.hosts if host.name not in failed])
     has_format = found.format in ("json", "slots", "colon") and found.source != "--hosts"
     return remaining if has_format else replace(remaining, format="json")
@@ -117,7 +117,7 @@ def without_hosts(found: Hostfile, failed: Sequence[str]) -> Hostfile:
 
 @contextlib.contextmanager
 def _progress(names: Sequence[str]) -> Iterator[OnProgress]:
-    """A line for each host, on a terminal."""
+    """Shows a line for each host, on a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.fields[host]}"), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -1,6 +1,6 @@
-"""What only mlxdist's Python on a host can report: versions, imports, variables, disks, jobs, devices. Runs there.
+"""Facts that only mlxdist's Python on a host can report: versions, imports, variables, disks, jobs, devices.
 
-What needs no Python is in mlxdist/cluster/facts.
+This module runs on that host. Facts that need no Python are in mlxdist/cluster/facts.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ print(f"nanobind={bridge.nanobind}")
 
 
 def read(directory: str = "") -> dict[str, Any]:
-    """Everything that takes seconds at most. ``directory``: where ranks will run."""
+    """The facts that take a few seconds at most. ``directory``: the directory where ranks will run."""
     host = collect_here()
     packages = {name: _version(package) for name, package in (("MLX", "mlx"), ("mlx_lm", "mlx-lm"), ("NumPy", "numpy"))}
     packages = {name: version for name, version in packages.items() if version}
@@ -86,9 +86,9 @@ def clock() -> float:
 
 
 def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
-    """Takes memory and writes to all of it, in a process of its own: the system may kill that for it.
+    """Takes memory and writes to all of it, in a process of its own, because the system may kill that process.
 
-    "late": it was not done after ``seconds``, which says nothing of the memory.
+    "late" in the result: ``seconds`` were over before, which says nothing about the memory.
     """
     size = max(1 << 20, min(size, (collect_here().memory.available or size) // 4))
     begin = time.monotonic()
@@ -98,7 +98,7 @@ def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
 
 
 def devices(seconds: float = 10.0) -> dict[str, Any]:
-    """The RDMA devices of this host, and what is wrong with them: the verdicts are those of `mlxdist devices`."""
+    """The RDMA devices of this host, and their problems: the verdicts are those of `mlxdist devices`."""
     listing = list_apart(REAL_PROVIDER, seconds=seconds)
     found = diagnose(collect_here(), listing.devices, listing.error)
     return {
@@ -117,7 +117,7 @@ def devices(seconds: float = 10.0) -> dict[str, Any]:
 
 
 def installation() -> dict[str, str]:
-    """How mlxdist was built and installed. Empty: not known here. "host": by what name the machine knows itself."""
+    """How mlxdist was built and installed; empty values are unknown. "host": the machine's own name."""
     host = collect_here()
     found = {
         "host": socket.gethostname(),
@@ -137,13 +137,13 @@ def installation() -> dict[str, str]:
 
 
 def kernel_objects(text: str) -> int | None:
-    """``ioclasscount NAME``: ``NAME = 3``."""
+    """The number in the output of ``ioclasscount NAME``, such as ``NAME = 3``."""
     found = re.search(r"=\s*(\d+)\s*$", text.strip())
     return int(found[1]) if found else None
 
 
 def run_python(command: Sequence[str], seconds: float, **variables: str) -> tuple[str, str]:
-    """Output and error of a Python process, with the variables that ranks have and these."""
+    """Runs a Python process with the variables of ranks and ``variables``. Returns its output and its error."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_JOB} | variables
     try:
         done = subprocess.run(
@@ -169,7 +169,7 @@ def _version(package: str) -> str:
 
 
 def _kind_of_environment() -> str:
-    """How this Python was set up, without its path."""
+    """The kind of environment that this Python is in, without its path."""
     kinds = {"conda": "conda", "uv": "uv", "framework": "Python.framework", "homebrew": "Homebrew", "pyenv": "pyenv"}
     paths = f"{sys.prefix} {sys.base_prefix}".lower()
     names = [name for word, name in kinds.items() if f"/{word}" in paths or f"{word}/" in paths]
@@ -182,7 +182,7 @@ def _try_import() -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    """Those of this shell that the ranks will have, as far as they change what ranks do."""
+    """The variables of this shell that affect ranks, except those of mlxdist's jobs and private ones."""
     return {
         name: value[:_MAX_VALUE]
         for name, value in sorted(os.environ.items())
@@ -199,7 +199,7 @@ def _variables_error() -> str:
 
 
 def _disks(directory: str) -> list[dict[str, Any]]:
-    """Where a job writes. Each file system once."""
+    """The file systems that a job writes to, each once."""
     try:
         temporary = tempfile.gettempdir()
     except FileNotFoundError:  # nothing can be written anywhere, which is what has to be found
@@ -233,7 +233,7 @@ def _jobs() -> dict[str, Any]:
 
 
 def _is_stale(directory: Path) -> bool:
-    """Whether the launcher that had made it was killed."""
+    """Whether the directory belongs to a job whose launcher was killed."""
     job = None if directory.name.startswith(".") else read_job(directory)
     return job is not None and job.name == directory.name and not is_locked(directory)
 

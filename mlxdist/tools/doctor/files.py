@@ -1,4 +1,4 @@
-"""The files that a job needs, as they are on this host: command, directory, script, model. Runs on that host.
+"""The files that a job needs on this host: command, directory, script, model. This module runs on that host.
 
 A model may be a directory, a file, or a name such as org/model that Hugging Face's hub has put into its cache.
 """
@@ -23,7 +23,7 @@ _READ_BYTES = 8 << 20
 
 
 def program(command: Sequence[str], script: str, directory: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Whether the command can be started in its directory, and what the script is: its sha256."""
+    """Whether the command can be started in its directory, and the script's sha256."""
     found: dict[str, Any] = {"directory_error": "", "command_error": "", "script_error": "", "sha256": "", "bytes": 0}
     before = os.getcwd()
     try:
@@ -46,7 +46,7 @@ def program(command: Sequence[str], script: str, directory: str, variables: Mapp
 
 
 def list_model(model: str, directory: str) -> dict[str, Any]:
-    """The files of a model and their sizes, and where it is; ``error`` where it is not."""
+    """The files of a model with their sizes, and its directory; ``error`` if it is missing."""
     root = find_model(model, directory)
     if root is None:
         return {"error": "it is neither there nor in the cache of Hugging Face's hub", "files": {}, "path": ""}
@@ -62,7 +62,7 @@ def list_model(model: str, directory: str) -> dict[str, Any]:
 
 
 def digest(path: str, how: str, seconds: float = 600.0) -> dict[str, Any]:
-    """The sha256 of a file. ``how``: "full", or "sampled": of a large one its size and samples."""
+    """The sha256 of a file. ``how``: "full", or "sampled": of a large file, the size and samples."""
     deadline = time.monotonic() + seconds
     size = os.path.getsize(path)
     found = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""What a check finds: a verdict on some hosts, what it rests on, and what to type where something is wrong."""
+"""Results of a check: a verdict on some hosts, its reason, and the command that fixes a problem."""
 
 import enum
 from collections import Counter
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """``hosts``: those it is about, none for all together. ``is_way``: it is about the way between two."""
+    """A result. ``hosts``: its hosts, none for all together. ``is_way``: it is about the way between two hosts."""
 
     verdict: Verdict
     hosts: tuple[str, ...]
@@ -55,14 +55,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """All that one check has found."""
+    """All findings of one check."""
 
     check: str
     findings: tuple[Finding, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """The worst; ok where there is nothing to say."""
+        """The worst verdict of the findings; ok without any."""
         order = (Verdict.FAIL, Verdict.WARN, Verdict.NOTE, Verdict.OK, Verdict.SKIP)
         return next((v for v in order if any(f.verdict is v for f in self.findings)), Verdict.OK)
 
@@ -81,12 +81,12 @@ ok, note, warn, fail, skip = map(_maker, Verdict)
 
 
 def way(finding: Finding) -> Finding:
-    """The same about the way from its first host to its second: either may be the cause."""
+    """A finding about the way from its first host to its second, either of which may be the cause."""
     return replace(finding, is_way=True)
 
 
 def difference(what: str, values: Mapping[str, str]) -> Difference:
-    """``values``: by host. Those that most hosts have come first."""
+    """Hosts by their values, the most common value first. ``values``: the value of each host."""
     found: dict[str, list[str]] = {}
     for host, value in values.items():
         found.setdefault(value, []).append(host)
@@ -95,7 +95,7 @@ def difference(what: str, values: Mapping[str, str]) -> Difference:
 
 
 def outliers(values: Mapping[str, str]) -> list[str]:
-    """The hosts whose value is not the one that most have; where two values are equally common, the first host's."""
+    """The hosts whose value is not the most common one; if two are equally common, the first host's counts as usual."""
     counts = Counter(values.values())
     usual = max(counts, key=lambda value: counts[value], default=None)  # of equal ones the first that was counted
     return [host for host, value in values.items() if value != usual]

@@ -1,6 +1,6 @@
-"""What an operation on the CPU costs between two on the GPU, with MLX_METAL_FAST_SYNCH and without. Runs on that host.
+"""Measures an operation on the CPU between two on the GPU, with MLX_METAL_FAST_SYNCH and without. Runs on that host.
 
-`python -m mlxdist.tools.doctor.gpu` measures once, as its variables say, and prints JSON.
+`python -m mlxdist.tools.doctor.gpu` measures once, with the variables of its environment, and prints JSON.
 """
 
 import json
@@ -17,7 +17,7 @@ _REPEATS = 7
 
 
 def synchronization(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Microseconds of one GPU-CPU crossing by the value of MLX_METAL_FAST_SYNCH; or why that is not known here."""
+    """Microseconds of one GPU-CPU crossing for each value of MLX_METAL_FAST_SYNCH; or why they are not known."""
     from .facts import run_python  # here: what measures starts without
 
     found: dict[str, Any] = {"skipped": "", "microseconds": {}, "error": ""}

@@ -29,7 +29,7 @@ _SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
 def try_job(selection: HostSelection, names: list[str], options: CheckOptions) -> Job:
-    """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the result."""
+    """Runs a job on these hosts, and smaller jobs if it fails. Never raises: errors are in the result."""
     job = _run_on(names, selection, options)
     if job.error and len(names) > 1:
         job = replace(job, culprits=_culprits(job, selection, replace(options, quick=True)))
@@ -37,7 +37,7 @@ def try_job(selection: HostSelection, names: list[str], options: CheckOptions) -
 
 
 def _culprits(job: Job, selection: HostSelection, options: CheckOptions) -> tuple[Job, ...]:
-    """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
+    """Jobs on one host each that fail; if none does, failing jobs on the first host and one other."""
     first, *others = job.hosts
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
 
@@ -51,9 +51,9 @@ def _culprits(job: Job, selection: HostSelection, options: CheckOptions) -> tupl
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where ranks run: the launcher's options, and those to show to the user, who does not have the job's hostfile.
+    """The hosts of ranks: the launcher's options, and options to show to the user, who has no hostfile of the job.
 
-    ``settings``: variables that the ranks need there, whatever the user sets.
+    ``settings``: variables that the ranks need there, in place of the user's.
     """
 
     hosts: tuple[Host, ...]
@@ -64,7 +64,7 @@ class RankPlacement:
 
 @contextlib.contextmanager
 def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[RankPlacement]:
-    """The ranks of these hosts, at least two; without a hostfile two on this machine."""
+    """Places one job on these hosts, with at least two ranks; without a hostfile, two ranks on this machine."""
     given, options = selection.hostfile, []
     # The user's job has one rank on a Mac, where this is allowed; two are rejected.
     settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
@@ -87,9 +87,9 @@ def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[Rank
 def run_ranks(
     placement: RankPlacement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
 ) -> tuple[JobResult, list[Any]]:
-    """Runs a module of mlxdist, with its arguments, as the ranks. Also returns the JSON that they print after `MARK`.
+    """Runs a module of mlxdist, with its arguments, as the ranks. Returns also the JSON that they print after `MARK`.
 
-    ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
+    ``settings``: variables of the ranks. ``prefix``: whether each line begins with its rank.
     """
     on, settings = placement.options, {**settings, **placement.settings}
     program = module_command(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
@@ -134,7 +134,7 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
 
 
 def last_words(text: str) -> str:
-    """The errors of the ranks come before what the launcher says of their ends; both matter."""
+    """The first error of a rank and the launcher's last line, which says how the job ended."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("mlxdist.", "Error: "))]
     return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it printed no error"

@@ -1,4 +1,4 @@
-"""How this host reaches others: it listens, connects, and reports the interface that leads there. Runs on that host."""
+"""Reachability of other hosts: listens, connects, and reports the interface that leads there. Runs on that host."""
 
 import contextlib
 import errno
@@ -87,7 +87,7 @@ def _connect(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _nc_reaches(address: str, port: int, seconds: float) -> bool | None:
-    """The same by a program of Apple's, for which macOS does not ask about the local network."""
+    """Whether Apple's nc connects, which macOS never asks about the local network; None if nc cannot run."""
     command = [_NC, "-z", "-G", f"{seconds:.0f}", address, str(port)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + 2, check=False)
@@ -111,7 +111,7 @@ def route(address: str) -> dict[str, Any]:
 
 
 def mac_kind(name: str, ports: Mapping[str, str]) -> str:
-    """``ports``: of `hardware_ports`."""
+    """The kind of an interface of a Mac. ``ports``: the result of `hardware_ports`."""
     port = next((port for port, interface in ports.items() if interface == name), "").lower()
     if name.startswith("lo"):
         return "loopback"
@@ -125,13 +125,13 @@ def mac_kind(name: str, ports: Mapping[str, str]) -> str:
 
 
 def mac_speed(text: str) -> int | None:
-    """``ifconfig en0``: ``media: autoselect (10Gbase-T <full-duplex>)``, in Mbit/s."""
+    """Mbit/s in the output of ``ifconfig en0``: ``media: autoselect (10Gbase-T <full-duplex>)``."""
     found = re.search(r"^\s*media: .*?\(?\b(\d+(?:\.\d+)?)(G?)base", text, re.MULTILINE)
     return int(float(found[1]) * (1000 if found[2] else 1)) if found else None
 
 
 def interface_kind(directory: Path) -> str:
-    """``directory``: of an interface in /sys/class/net."""
+    """The kind of an interface of Linux. ``directory``: its directory in /sys/class/net."""
     kind = _line(directory / "type")
     driver = os.path.basename(os.path.realpath(directory / "device" / "driver"))
     if (directory / "wireless").exists() or (directory / "phy80211").exists():

@@ -1,6 +1,6 @@
 """Probes all hosts: each in a thread of its own, so that a slow host delays no other.
 
-Every request has a deadline. A host that misses one is lost, which is what the checks report of it; the others go on.
+Every request has a deadline. A host that misses one is lost, which the checks report; other hosts continue.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class _Lost(Exception):
 def probe(
     hosts: list[Host], ssh_config: SshConfig, options: CheckOptions, on_progress: OnProgress = lambda host, step: None
 ) -> Cluster:
-    """Everything that the checks need, except the result of a job."""
+    """Probes all hosts for everything that the checks need, except the result of a job."""
     cluster = Cluster(tuple(hosts), options)
     probes = [_HostProbe(host, ssh_config, cluster, on_progress) for host in hosts]
     threads = ThreadPoolExecutor(max(1, len(hosts)))
@@ -51,7 +51,7 @@ def probe(
 
 
 class _HostProbe:
-    """One host, and the connection to it."""
+    """The probe of one host, over a connection to it."""
 
     def __init__(self, host: Host, ssh_config: SshConfig, cluster: Cluster, on_progress: OnProgress) -> None:
         self.name, self.host = host.name, host
@@ -81,7 +81,7 @@ class _HostProbe:
                 self._request("listen", "listening")
 
     def connect(self, probes: "list[_HostProbe]") -> None:
-        """Connects to the other hosts that listen, at every address that they have."""
+        """Connects this host to the other hosts that listen, at all of their addresses."""
         listening = self._cluster.responses.get("listen", {})
         targets = [
             (peer.name, {"address": address} | listening[peer.name])
@@ -100,13 +100,13 @@ class _HostProbe:
                     self._cluster.attempts.append(attempt)
 
     def _peers(self, probes: "list[_HostProbe]") -> "list[_HostProbe]":
-        """All others; in MLX's ring only the next one, whose addresses are for this host alone."""
+        """All other hosts; in MLX's ring only the next one, whose addresses are for this host alone."""
         if self._options.backend == "ring":
             return [probes[(probes.index(self) + 1) % len(probes)]]
         return [peer for peer in probes if peer is not self]
 
     def _addresses(self, peer: "_HostProbe") -> list[str]:
-        """Those of the hostfile; else the one by which ssh has reached it, as a job does."""
+        """The addresses in the hostfile; else the one that ssh has used, as in a job."""
         if peer.host.ips:
             return list(peer.host.ips)
         there, here = self._ssh(peer.name), self._ssh(self.name)
@@ -121,7 +121,7 @@ class _HostProbe:
         return self._cluster.responses.get("facts", {}).get(name, {}).get("ssh", [])
 
     def _clock(self) -> None:
-        """Of several samples the one with the shortest round trip is the most exact."""
+        """Measures the clock's offset. The sample with the shortest round trip is the most accurate."""
         samples = []
         for _ in range(_CLOCK_SAMPLES):
             begin = time.time(), time.monotonic()
@@ -159,7 +159,7 @@ class _HostProbe:
         call: str = "",
         keep: bool = True,
     ) -> Any:
-        """The response, which the cluster keeps. None if the host returns an error; _Lost if it returns nothing."""
+        """Sends a request, stores and returns the response; None for an error. Raises _Lost: there is none."""
         self._on_progress(self.name, shown)
         (response,) = self.connection.call(call or f"doctor.{step}", arguments or {}, seconds)
         if not isinstance(response, CallError):

@@ -1,7 +1,7 @@
-"""What each rank of the doctor's job runs: are the values right, and how fast is each pair of hosts.
+"""A rank of the doctor's job: checks values, and measures the link between each pair of hosts.
 
 Its argument is JSON: {"hosts": for each rank the number of its host, "links": whether to measure them}. Rank 0 prints
-one line of JSON behind `MARK`.
+one line of JSON after `MARK`.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _values(world: mlxdist.Group) -> tuple[list[str], int]:
-    """Sums of every dtype and size, and the largest of every rank's number; what was wrong, of all ranks together."""
+    """Checks sums of every dtype and size on all ranks. Returns the errors, and the number of sums."""
     wrong, tested = [], 0
     for dtype, elements in itertools.product(_DTYPES, _ELEMENTS):
         inputs = Inputs(dtype, elements, world.size())
@@ -58,7 +58,7 @@ def _values(world: mlxdist.Group) -> tuple[list[str], int]:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of ``count`` hosts, each once: one after the other, or of many hosts as many at once as can be."""
+    """All pairs of ``count`` hosts, once each: one at a time, or, with many hosts, as many at a time as possible."""
     if count <= _ONE_BY_ONE:
         yield from ([pair] for pair in itertools.combinations(range(count), 2))
         return
@@ -71,7 +71,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
-    """[from, to, microseconds one way, bytes a second] for each pair of hosts, both ways; on every rank."""
+    """[from, to, microseconds one way, bytes per second] for each pair of hosts, in both directions; on every rank."""
     count = len(leaders)
     found = np.zeros((count, count, 2))
     for pairs in rounds(count):
@@ -94,7 +94,7 @@ def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
 
 
 def _latency(world: mlxdist.Group, a: int, b: int) -> float:
-    """Seconds one way: half of the median round trip of 8 bytes."""
+    """The latency in seconds: half of the median round trip of 8 bytes."""
     first, peer = world.rank() == a, b if world.rank() == a else a
     data, taken = np.zeros(8, np.uint8), []
     for _ in range(_WARM_UP + _ROUND_TRIPS):

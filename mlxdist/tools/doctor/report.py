@@ -1,4 +1,4 @@
-"""What the checks have found, as a table for people and as JSON for programs."""
+"""The results of the checks, as a table for people and as JSON for programs."""
 
 import statistics
 import sys
@@ -25,7 +25,7 @@ _PROBLEMS = (Verdict.FAIL, Verdict.WARN)
 
 
 def print_report(cluster: Cluster, results: Sequence[Result]) -> None:
-    """All checks; below, what to do, what differs between hosts, and the matrix of pairs."""
+    """Prints all checks; below them remedies, differences between hosts, and the matrix of pairs."""
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     console.print(_checks(cluster, results, console.width))
     _print_details(console, cluster, results)
@@ -42,7 +42,7 @@ def print_report(cluster: Cluster, results: Sequence[Result]) -> None:
 
 
 def print_problems(cluster: Cluster, results: Sequence[Result], stream: TextIO) -> None:
-    """What is not well, if anything, and one line."""
+    """Prints the problems, if there are any, and a summary line."""
     console = Console(file=stream, width=None if stream.isatty() else 200, highlight=False)
     wrong = [result for result in results if result.verdict in _PROBLEMS]
     if wrong:
@@ -80,7 +80,7 @@ def _differences(finding: Finding) -> list[dict[str, Any]]:
 
 
 def _checks(cluster: Cluster, results: Sequence[Result], width: int) -> Table:
-    """A line for each check and verdict: equal results of several hosts share one."""
+    """A line for each check and verdict: hosts with equal results share one."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -160,7 +160,7 @@ def _print_details(console: Console, cluster: Cluster, results: Sequence[Result]
 
 
 def _matrix(title: str, hosts: Sequence[str], values: Mapping[tuple[str, str], float], is_latency: bool) -> Table:
-    """Rows are those that send. What is far from the median is marked with its share of it."""
+    """A matrix with a row for each sender. A value far from the median is marked with its ratio to it."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")
     shown = hosts[:_MATRIX_HOSTS]

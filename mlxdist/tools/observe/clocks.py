@@ -1,4 +1,4 @@
-"""One time for the records of all ranks.
+"""Converts the times in the records of all ranks to one clock.
 
 Ranks of a host share the monotonic clock, so their times compare to the nanosecond. Between hosts they compare as well
 as the hosts' wall clocks agree.
@@ -16,7 +16,7 @@ _SAME_CLOCK_NS = 10**9
 
 
 def wall_offsets(records: Mapping[int, FlightRecord]) -> dict[int, int]:
-    """For each rank, what has to be added to its monotonic clock to get the time of day, in nanoseconds."""
+    """The nanoseconds to add to each rank's monotonic clock to get the time of day."""
     offsets: dict[int, int] = {}
     for rank, record in sorted(records.items()):
         own = record.wall_ns - record.monotonic_ns
@@ -26,7 +26,7 @@ def wall_offsets(records: Mapping[int, FlightRecord]) -> dict[int, int]:
 
 
 def at_one_time(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
-    """The records as if all had been written at the moment of the first: a job that runs goes on between them."""
+    """The records as of the time of the first one: a job that runs continues while its records are written."""
     offsets = wall_offsets(records)
     first = min(record.monotonic_ns + offsets[rank] for rank, record in records.items())
     return {rank: _until(record, first - offsets[rank]) for rank, record in records.items()}

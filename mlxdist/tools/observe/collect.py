@@ -1,6 +1,6 @@
-"""Collects what the ranks of a job do: first from rank 0's rendezvous, then from each rank by signal and file.
+"""Collects the state of a job's ranks: first from rank 0's rendezvous, then from each rank by signal and file.
 
-Rank 0 knows all ranks by their heartbeats, and gets a short flight record of each for an observer
+Rank 0 has the status of all ranks by their heartbeats, and gets a short flight record of each for an observer
 (mlxdist/runtime/rendezvous/observer.py). That is all that `mlxdist top` needs. SIGUSR2 makes a rank write its full
 record to the job's directory: for `mlxdist dump`, and where rank 0 does not respond.
 """
@@ -44,8 +44,8 @@ _MAX_TEXT = 4096
 
 @dataclass
 class Collected:
-    """``members``: what rank 0 knows; empty if it does not respond. ``short``: the ranks that lack a full record.
-    ``notes``: what is missing and why. ``ended``: the job has, and left its records."""
+    """Records of a job. ``members``: rank 0's status of each rank; empty if it does not respond. ``short``: the ranks
+    that lack a full record. ``notes``: what is missing and why. ``ended``: whether the job has ended."""
 
     records: dict[int, FlightRecord] = field(default_factory=dict)
     members: dict[int, PeerStatus] = field(default_factory=dict)
@@ -58,15 +58,15 @@ class JobRanks:
     """The ranks of a job, on this machine or on the hosts of ``connections``."""
 
     def __init__(self, job: str, connections: Connections | None = None) -> None:
-        """``job``: its full name."""
+        """``job``: the full name of the job."""
         self.job = job
         self._connections = connections
         self._ahead: list[int] | None = None  # of our clock that of each host, in nanoseconds
 
     def collect(self, full: bool, seconds: float) -> Collected:
-        """``seconds``: for the ranks to respond. Times of day are those of this machine's clock.
+        """Collects the records. ``seconds``: the time limit for ranks. Times of day are those of this machine's clock.
 
-        ``full``: all that their flight recorders have, else the last operations.
+        ``full``: whether to get all operations of the flight recorders, instead of the last ones.
         """
         known = self._request("rendezvous", min(seconds, _RENDEZVOUS_SECONDS) if full else seconds)
         found = known
@@ -126,7 +126,7 @@ class JobRanks:
 
 @contextlib.contextmanager
 def find_ranks(job: str | None, selection: HostSelection) -> Iterator[JobRanks]:
-    """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
+    """The ranks of the job with this name, or beginning: on the selected hosts, else where it was started from here.
 
     Raises:
         InvalidArgument: there is no such job, or more than one.
@@ -145,9 +145,9 @@ def find_ranks(job: str | None, selection: HostSelection) -> Iterator[JobRanks]:
 
 
 def _full_name(connections: Connections, job: str | None) -> str:
-    """Of a job on these hosts; ``job`` where none that runs begins so.
+    """The full name of a job on these hosts; ``job`` itself where no running job begins with it.
 
-    A job that has ended may have left its records: each host looks for them.
+    A job that has ended may have left its records, so each host searches for them.
     """
     jobs, problems = request_jobs(connections)
     if len(problems) == len(connections.names):
@@ -158,7 +158,7 @@ def _full_name(connections: Connections, job: str | None) -> str:
 
 
 def _compare_clocks(connections: Connections) -> list[int]:
-    """How far each host's clock is ahead of ours, to within half the time of the fastest request and response."""
+    """The nanoseconds that each host's clock is ahead of ours, to within half of the fastest round trip."""
     count = len(connections.names)
     best, ahead = [float("inf")] * count, [0] * count
     for _ in range(_CLOCK_REPEATS):
@@ -179,9 +179,9 @@ def wall_ns() -> int:
 
 
 def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
-    """What is known here, as JSON, from the "rendezvous" if rank 0 runs here, or from the ranks here by "signal".
+    """The facts on this host, as JSON: from the "rendezvous" if rank 0 runs here, or from the ranks here by "signal".
 
-    Also of a job that has ended here and left some records; never of another one whose name begins so.
+    Also answers for a job that has ended here and left records; never for another job whose name begins with this one.
     """
     response: dict[str, Any] = {"records": [], "members": [], "notes": [], "ended": True}
     found = exact_job(job)
@@ -211,7 +211,7 @@ _RESPONSE = {
 
 
 def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any], list[str]]:
-    """The full records of the ranks here, and which are missing or old."""
+    """The full records of the ranks here, and notes on those that are missing or old."""
     directory, notes = job.flight_directory, []
     if directory is None:
         return [], [f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records"]
@@ -247,7 +247,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
 
 
 def _signal(directory: Path, launched: int) -> bool:
-    """Sends SIGUSR2 to the process of the file, which must be what the launcher started or a child of it."""
+    """Sends SIGUSR2 to the process that the file names, which must be in the session that the launcher started."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(pid_file(directory).read_bytes()[:20])
         if pid > 1 and os.getsid(pid) == launched:  # each rank leads a session
@@ -257,7 +257,7 @@ def _signal(directory: Path, launched: int) -> bool:
 
 
 def _wait(directory: Path, ranks: Collection[int], begin_ns: int, seconds: float) -> set[int]:
-    """Until all have written their records since ``begin_ns``. Returns those that have not by then."""
+    """Waits until all ranks have written records since ``begin_ns``. Returns the ranks that have not."""
     late, deadline = set(ranks), time.monotonic() + seconds
     while late and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

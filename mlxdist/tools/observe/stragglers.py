@@ -21,7 +21,7 @@ __all__ = ["Analysis", "RankState", "analyze"]
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank. Where it has not responded, host, process and step are the last known ones."""
+    """The state of one rank. Without a response, host, process and step are the last known ones."""
 
     rank: int
     host: str = ""
@@ -54,7 +54,7 @@ class Analysis:
 def analyze(
     records: Mapping[int, FlightRecord], peers: Mapping[int, PeerStatus] = {}, before: Mapping[int, FlightRecord] = {}
 ) -> Analysis:
-    """``records``: those of one job, by rank; some may be missing. ``before``: earlier ones."""
+    """Analyzes a job. ``records``: its records, by rank; some may be missing. ``before``: earlier records."""
     size = next(iter(records.values())).size
     speeds = {rank: _speed(before.get(rank), record) for rank, record in records.items()}
     records = at_one_time(records)
@@ -79,7 +79,7 @@ def analyze(
 
 
 def _groups(records: Mapping[int, FlightRecord]) -> set[tuple[int, tuple[int, ...], bool]]:
-    """Those with an operation in progress: id, members, and whether it is the internal one.
+    """The groups with an operation in progress: id, members, and whether the group is internal.
 
     Groups without a common rank may share an id.
     """
@@ -92,7 +92,7 @@ def _groups(records: Mapping[int, FlightRecord]) -> set[tuple[int, tuple[int, ..
 
 
 class _GroupProgress:
-    """How far the members of a group have got with its collectives."""
+    """The progress of a group's members with its collectives."""
 
     def __init__(self, records: Mapping[int, FlightRecord], id: int, members: tuple[int, ...], internal: bool) -> None:
         self._records = records
@@ -120,7 +120,7 @@ class _GroupProgress:
 
     @property
     def stragglers(self) -> list[int]:
-        """Those that are least far, unless all are equally far."""
+        """The members with the least progress, unless all have the same."""
         least = min(self._at.values())
         return [rank for rank, at in self._at.items() if at == least] if len(set(self._at.values())) > 1 else []
 
@@ -155,7 +155,7 @@ class _GroupProgress:
         return f"{who} {verb} {last}{last.at} for {_duration(seconds)}{program}"
 
     def _disagreements(self) -> list[str]:
-        """Ranks whose collectives have the same number, but are different calls."""
+        """Findings about ranks whose collectives have the same number, but are different calls."""
         calls: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, (sequence, begun) in sorted(self._at.items()):
             if begun:
@@ -171,7 +171,7 @@ class _GroupProgress:
 
 
 def _activity(record: FlightRecord, group: int) -> str:
-    """What a rank does that has not reached the next collective of ``group``."""
+    """The activity of a rank that has not reached the next collective of ``group``."""
     other = _oldest_open(record)
     if other is not None:
         of_group = "" if other.group == group else f" of {group_name(other.group)}"
@@ -184,14 +184,14 @@ def _activity(record: FlightRecord, group: int) -> str:
 
 
 def _program(records: list[FlightRecord], last: Operation | None) -> str:
-    """Where the program is meanwhile, on all of these ranks, if that is another line."""
+    """The line where the program is, if it is the same on all of these ranks and not that of the operation."""
     call_sites = {next(iter(record.threads.values()), "") for record in records}  # of the main thread, if it has any
     at = call_sites.pop()
     return f" (the program is at {at})" if at and not call_sites and (last is None or at != last.call_site) else ""
 
 
 def _point_to_point(records: Mapping[int, FlightRecord]) -> list[str]:
-    """send, recv and sendrecv that wait for the other side."""
+    """Findings about send, recv and sendrecv that wait for the other side."""
     findings = []
     for rank, record in sorted(records.items()):
         for operation in record.operations:
@@ -211,7 +211,7 @@ def _state(
     is_straggler: bool,
     gbps: float | None,
 ) -> RankState:
-    """``known``: of a rank without a record."""
+    """The state of a rank. ``known``: the last known facts, for a rank without a record."""
     names = ("host", "pid", "error", "step", "total_steps", "bubble", "threads")
     fields = {name: getattr(record or known, name) for name in names if hasattr(record or known, name)}
     if record is None:
@@ -227,7 +227,7 @@ def _state(
 
 
 def _speed(before: FlightRecord | None, now: FlightRecord) -> float | None:
-    """In GB/s. Counters of a group that has been closed are gone: they never count backwards here."""
+    """The speed in GB/s. Counters of a closed group are gone, so a decrease counts as 0."""
     if before is None or before.pid != now.pid or now.monotonic_ns <= before.monotonic_ns:
         return None
     moved = now.bytes_sent + now.bytes_received - before.bytes_sent - before.bytes_received
@@ -243,14 +243,14 @@ def _latest(record: FlightRecord) -> Operation | None:
 
 
 def _seconds(record: FlightRecord, operation: Operation) -> float:
-    """Since it began if it is open, until the record was written or the group failed; else since it ended."""
+    """Seconds since an open operation began, until the record was written or the group failed; else since its end."""
     if operation.ended_ns is not None and operation.is_open:
         return (operation.ended_ns - operation.started_ns) / 1e9
     return (record.monotonic_ns - (operation.ended_ns or operation.started_ns)) / 1e9
 
 
 def _signature(operation: Operation | None) -> tuple:
-    """Equal on all ranks that are in the same call."""
+    """A value that is equal on all ranks that are in the same call."""
     return () if operation is None else (operation.name, operation.array, str(operation.root))
 
 

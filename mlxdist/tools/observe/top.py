@@ -15,9 +15,9 @@ STRAGGLER_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class View:
-    """All ranks at one moment.
+    """The state of all ranks at one moment.
 
-    ``findings``: the stragglers, where ranks wait or the group has failed; ``notes``: which ranks have not responded.
+    ``findings``: stragglers where ranks wait or the group has failed; ``notes``: ranks that have not responded.
     """
 
     job: str
@@ -33,7 +33,7 @@ class Watch:
         self._last: dict[int, FlightRecord] = {}
 
     def refresh(self, seconds: float) -> View:
-        """``seconds``: for the ranks to respond."""
+        """Collects and analyzes the records. ``seconds``: the time limit for the ranks."""
         found = self._ranks.collect(full=False, seconds=seconds)
         if not found.records:
             return View(self._ranks.job, [], [], found.notes, found.ended)

@@ -1,4 +1,4 @@
-"""The table of the ranks of `mlxdist top` and `mlxdist dump`, and as much of it as a terminal has lines for."""
+"""The table of ranks in `mlxdist top` and `mlxdist dump`, shortened to the lines of a terminal."""
 
 import time
 from collections.abc import Collection
@@ -19,7 +19,7 @@ def full(view: View) -> Group:
 
 
 class Screenful:
-    """A view in as many lines as there are when it is drawn: stragglers and silent ranks come first then."""
+    """A view that is cut to the terminal's lines when it is drawn: stragglers and silent ranks come first then."""
 
     def __init__(self, view: View) -> None:
         self._head = _head(view)
@@ -55,7 +55,7 @@ def _head(view: View) -> list[Text]:
 
 
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
-    """``columns``: which of the optional ones; "bubble" is there where a rank has one."""
+    """``columns``: the optional columns to show; "bubble" is shown if a rank has one."""
     columns = {*columns, *(["bubble"] if any(row.bubble is not None for row in rows) else [])}
     table = Table(box=None, pad_edge=False, header_style="bold")
     shown = {name: justify for name, justify in _COLUMNS.items() if name not in _OPTIONAL or name in columns}
@@ -87,7 +87,7 @@ _OPTIONAL = ("array", "GB/s", "bubble")
 
 
 def _cells(row: RankState) -> dict[str, str]:
-    """By column; those that are missing are empty."""
+    """The cells of a row, by column; missing ones are empty."""
     cells = {"rank": str(row.rank), "host": row.host, "pid": str(row.pid or ""), "step": _step(row)}
     if row.bubble is not None:
         cells["bubble"] = f"{row.bubble:.0%}"
@@ -105,7 +105,7 @@ def _cells(row: RankState) -> dict[str, str]:
 
 
 def _step(row: RankState) -> str:
-    """``5/100``, or ``#412`` without mlxdist.set_step: the collectives of all ranks."""
+    """The step as ``5/100``; without mlxdist.set_step, the number of collectives of all ranks as ``#412``."""
     if row.step is None:
         return f"#{row.operations}" if row.operations else ""
     return str(row.step) if row.total_steps is None else f"{row.step}/{row.total_steps}"

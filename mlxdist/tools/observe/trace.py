@@ -1,6 +1,6 @@
 """The records as a trace for chrome://tracing and Perfetto (ui.perfetto.dev): a process per rank, a row per group.
 
-The format is the JSON one of "Trace Event Format" (Google, 2016): complete events (X), and metadata (M) for the names.
+The format is the JSON of "Trace Event Format" (Google, 2016): complete events (X), and metadata (M) for the names.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _COMPUTED_ROW = 1 << 16  # behind those of groups
 
 
 def trace(records: Mapping[int, FlightRecord]) -> dict[str, Any]:
-    """Times are microseconds since the first operation of all began."""
+    """The events of all ranks. Times are microseconds since the first operation began."""
     offsets = wall_offsets(records)
     starts = [o.started_ns + offsets[rank] for rank, record in records.items() for o in record.operations]
     origin = min(starts, default=0)
@@ -33,7 +33,7 @@ def trace(records: Mapping[int, FlightRecord]) -> dict[str, Any]:
 
 
 class _Rows:
-    """The rows of a rank. Operations of a group that overlap, as those with handles may, need more than one."""
+    """The rows of a rank. Overlapping operations of a group, such as those with handles, need more than one."""
 
     def __init__(self, record: FlightRecord) -> None:
         self._record = record
@@ -95,7 +95,7 @@ def _event(record: FlightRecord, operation: Operation, row: int, offset: int) ->
 
 
 def _computed(record: FlightRecord, offset: int) -> list[dict[str, Any]]:
-    """A row of its own: what a stage of a pipeline has computed in its last step."""
+    """Events in a row of their own: the computation of a pipeline stage in its last step."""
     if not record.computed:
         return []
     args = {"name": f"computes, bubble {record.bubble or 0:.0%}"}
@@ -109,5 +109,5 @@ def _computed(record: FlightRecord, offset: int) -> list[dict[str, Any]]:
 
 
 def _end(record: FlightRecord, operation: Operation) -> int:
-    """Of one in progress, so far."""
+    """The end of an operation; for one in progress, the time of the record."""
     return record.monotonic_ns if operation.ended_ns is None else operation.ended_ns

@@ -1,1 +1,1 @@
-"""`mlxdist shard`: how a model would be sharded, and whether it then computes the same."""
+"""`mlxdist shard`: the plan for a sharded model, and a test that the shards compute the same."""

@@ -1,4 +1,4 @@
-"""One rank of `mlxdist shard --verify`. Arguments: the model's directory, the plan, and the file that rank 0 writes."""
+"""A rank of `mlxdist shard --verify`. Arguments: the model's directory, the plan, and the file that rank 0 writes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are shown. Each reads what is known of all hosts, and requests nothing.
+"""The checks, in the order of the report. Each reads known facts about all hosts, and requests nothing.
 
 A new check is a function ``check_name(cluster) -> Iterator[Finding]`` in a file here, a line in the list below, and a
 section of docs/doctor.md. Where each host is checked by itself, `each_host` of system.py has the loop.
@@ -31,10 +31,10 @@ __all__ = ["CHECKS", "Check", "run_checks"]
 
 @dataclass(frozen=True)
 class Check:
-    """``step``: the request that it depends on, if any; a host that returns an error is a finding of this check.
+    """A check. ``step``: the request that it depends on, if any; a host's error response becomes a finding.
 
-    ``after_job``: it reads the result of a job, which runs on hosts that have passed the others. ``thorough``: not for
-    --quick.
+    ``after_job``: the check reads the result of a job, which runs on hosts that passed the other checks. ``thorough``:
+    --quick leaves it out.
     """
 
     name: str
@@ -74,14 +74,14 @@ CHECKS = (
 
 
 def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
-    """All that depend on what is known before the job, or after it."""
+    """Runs all checks that read the result of the job, or all that do not."""
     checks = [c for c in CHECKS if c.after_job is after_job and not (c.thorough and cluster.options.quick)]
     found = {check.name: (*check.find(cluster), *_unknown(cluster, check.step)) for check in checks}
     return [Result(name, findings or (skip((), "no host responded"),)) for name, findings in found.items()]
 
 
 def _unknown(cluster: Cluster, step: str) -> Iterator[Finding]:
-    """Hosts that have returned an error. One that was lost is a finding of the check reachable."""
+    """Findings for hosts that returned an error. A lost host is a finding of the check reachable."""
     remedy = f"on that host: mlxdist doctor --json, and look at {step}"
     for name, error in cluster.errors.get(step, {}).items():
         if error.connected:

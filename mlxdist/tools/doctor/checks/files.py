@@ -70,7 +70,7 @@ def _incomplete(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator
 
 
 def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """One finding for each host that differs, with the first few files that do."""
+    """Yields a finding for each host that differs, with the first few files that differ there."""
     model = cluster.options.model
     differing: dict[str, list] = {}
     for path in sorted({path for files in listed.values() for path in files["files"]}):
@@ -90,7 +90,7 @@ def _describe(files: dict[str, Any], path: str) -> str:
 
 
 def _fits(cluster: Cluster, names: list[str], size: int) -> Iterator[Finding]:
-    """Whether the memory of all hosts together can hold it at all."""
+    """A warning where the memory of all hosts together cannot hold the model."""
     totals = [facts["memory"]["total"] for name, facts in cluster.each("facts") if name in names]
     if totals and None not in totals and sum(totals) < size:
         what = f"the model has {gib(size)}, and the memory of these hosts together {gib(sum(totals))}"

@@ -28,7 +28,7 @@ def check_correctness(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _failed(job: Job, hosts: Sequence[str]) -> Finding:
-    """``hosts``: those that are to blame, one or two; none where that is not known."""
+    """``hosts``: the one or two hosts that cause the failure; none where they are not known."""
     where = ("", " on this host alone", " on these two")[len(hosts)]
     what = f"a job of {job.ranks} ranks{where} failed: {job.error}"
     found = fail(hosts, what, _RUN_AGAIN.format(command=job.command))

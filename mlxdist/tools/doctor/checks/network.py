@@ -71,7 +71,7 @@ def check_interfaces(cluster: Cluster) -> Iterator[Finding]:
 
 
 def check_local_network(cluster: Cluster) -> Iterator[Finding]:
-    """Until the user allows a program to use the local network, macOS gives it errno 65; Apple's own are exempt."""
+    """Fails where Apple's nc connects and Python does not: macOS gives errno 65 to a program without permission."""
     macs = [name for name, facts in cluster.each("facts") if facts["system"] == "Darwin"]
     if not macs:
         yield skip((), "no host runs macOS")

@@ -1,4 +1,4 @@
-"""RDMA is there where the hostfile wants it: devices, ports, addresses. The causes are those of `mlxdist devices`."""
+"""RDMA works where the hostfile needs it: devices, ports, addresses. The causes are those of `mlxdist devices`."""
 
 import collections
 import ipaddress
@@ -20,7 +20,7 @@ _SLOWER = {Cause.SLOW_CABLE, Cause.MEMLOCK}
 
 
 def wants_rdma(cluster: Cluster) -> bool:
-    """Whether the user counts on it: names devices, or the provider, or a backend that has nothing else."""
+    """Whether the user requires RDMA, by naming devices or a provider, or by a backend that needs it."""
     provider = cluster.options.variables.get("MLXDIST_PROVIDER", "auto")
     named = any(devices for host in cluster.hosts for devices in host.rdma)
     return named or provider in ("ibverbs", "librdma") or cluster.options.backend in ("jaccl", "jaccl-ring")
@@ -33,7 +33,7 @@ def check_rdma(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> Iterator[Finding]:
-    """Of the cables that the hostfile names: ranks reject such a job before they connect, too."""
+    """Finds devices with too few queue pairs for the hostfile's cables. Ranks reject such a job before they connect."""
     limits = {device["name"]: device["queue_pairs"] for device in rdma["devices"] if device["queue_pairs"]}
     pairs: collections.Counter[str] = collections.Counter()
     for other, devices in zip(cluster.hosts, host.rdma):

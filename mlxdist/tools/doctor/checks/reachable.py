@@ -46,7 +46,7 @@ def check_reachable(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _twice(cluster: Cluster) -> Iterator[Finding]:
-    """Two names of one machine: their jobs would share files. Ranks distinguish hosts by the same identity."""
+    """Finds two names of one machine: their jobs would share files. Ranks compare the same identity."""
     first: dict[str, str] = {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)
@@ -76,12 +76,12 @@ def check_python(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _is_about_python(text: str) -> bool:
-    """Whether the host was reached, and only what should have been started there is missing."""
+    """Whether ssh reached the host, and only the program to start is missing there."""
     return bool(re.search(r"No module named|--python", text))
 
 
 def check_versions(cluster: Cluster) -> Iterator[Finding]:
-    """All versions are compared between hosts with the same mlxdist; a host with another one reports nothing else."""
+    """Compares all versions between hosts with the same mlxdist; a host with another one reports nothing else."""
     versions = {}
     for name, who in cluster.each("who"):  # of any version
         who = who if isinstance(who, dict) else {}

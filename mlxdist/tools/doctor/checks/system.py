@@ -1,4 +1,4 @@
-"""Clocks, memory, disks, cores, sleep, and what earlier jobs have left."""
+"""Clocks, memory, disks, cores, sleep, and leftovers of earlier jobs."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ _MAX_DOMAINS = 11  # of a Thunderbolt port; after that nothing can be connected
 def each_host(
     step: str,
 ) -> Callable[[Callable[[Host, Any], Iterator[Finding]]], Callable[[Cluster], Iterator[Finding]]]:
-    """Makes a check of a function that yields the findings about one host from its response to this request."""
+    """Makes a check of a function that yields findings about one host from its response to this request."""
 
     def decorate(find: Callable[[Host, Any], Iterator[Finding]]) -> Callable[[Cluster], Iterator[Finding]]:
         @functools.wraps(find)
@@ -51,7 +51,7 @@ def gib(size: float) -> str:
 
 @each_host("clock")
 def check_clocks(host: Host, clock: tuple[float, float]) -> Iterator[Finding]:
-    """``clock``: seconds that it is ahead of this machine, and by how much that may be wrong."""
+    """``clock``: the seconds that the host's clock is ahead of this machine's, and the error of that measurement."""
     ahead, unsure = clock
     if abs(ahead) - unsure > _CLOCK_SECONDS:
         what = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this machine"
@@ -136,7 +136,7 @@ def check_cores(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
 
 @each_host("facts")
 def check_gpus(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
-    """NVIDIA's: a Mac has its own."""
+    """Checks the number of NVIDIA GPUs. A Mac's GPU is not one."""
     gpus = facts["gpus"]
     if not gpus:
         yield skip(host.name, "no NVIDIA GPU")
@@ -149,7 +149,7 @@ def check_gpus(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
 
 @each_host("facts")
 def check_sleep(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
-    """A Mac is kept awake while a job runs; between jobs ssh has to reach it, too."""
+    """Checks that the host does not sleep. A job keeps a Mac awake; between jobs, ssh has to reach it, too."""
     power = facts["power"]
     mac, systemd = power.get("pmset", {}), power.get("systemd")
     if "sleep" not in mac and systemd is None:
@@ -167,7 +167,7 @@ def check_sleep(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
 
 @each_host("facts")
 def check_leaks(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Nothing of earlier jobs is left, and no other job uses the host."""
+    """Checks that nothing of earlier jobs is left, and that no other job uses the host."""
     name, jobs, problems = host.name, facts["jobs"], []
     for job in jobs["running"]:
         # Without options: this is in reports, and they may be secrets.

@@ -47,7 +47,7 @@ def check_fast_synch(cluster: Cluster) -> Iterator[Finding]:
 
 
 def check_gpu_sync(cluster: Cluster) -> Iterator[Finding]:
-    """The cost of a synchronization between GPU and CPU, with MLX_METAL_FAST_SYNCH and without."""
+    """Compares the cost of a GPU-CPU synchronization with MLX_METAL_FAST_SYNCH and without."""
     variables = _of_ranks(cluster)
     for name, measured in cluster.each("gpu_sync"):
         if measured["skipped"]:
@@ -67,7 +67,7 @@ def check_gpu_sync(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _of_ranks(cluster: Cluster) -> dict[str, dict[str, str]]:
-    """What ranks have on each host: what the launcher sets goes before what the host's shell does."""
+    """The variables of the ranks on each host: those that the launcher sets override those of the host's shell."""
     return {name: facts["variables"] | dict(cluster.options.variables) for name, facts in cluster.each("facts")}
 
 

@@ -1,1 +1,1 @@
-"""`mlxdist doctor --report FILE`: what a maintainer needs to know of hosts that only a volunteer can reach."""
+"""`mlxdist doctor --report FILE`: facts for a maintainer about hosts that only a volunteer can reach."""

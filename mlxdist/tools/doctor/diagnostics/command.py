@@ -1,4 +1,4 @@
-"""Makes the report: section after section, each within its time. After Ctrl-C the finished sections are written."""
+"""Makes the report, section after section, each with a time limit. After Ctrl-C the finished sections are written."""
 
 import contextlib
 import os
@@ -27,11 +27,11 @@ _INTERRUPTED = 130
 
 
 class _TooLong(BaseException):
-    """A section's time is over. No Exception, so nothing on the way here catches it."""
+    """The time limit of a section. It is no Exception, so that no handler between here and there catches it."""
 
 
 def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) -> int:
-    """Writes the report. Returns the exit status: 0; 1 if it is not written; 130 after Ctrl-C, with what is done."""
+    """Writes the report. Returns the exit status: 0; 1 if it is not written; 130 after Ctrl-C, if sections are."""
     sections: list[Section] = []
     notes: list[str] = []
     redactor = Redactor(context.hosts)
@@ -80,7 +80,7 @@ def _fill(section: Section, step: Step, context: Context) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[float]:
-    """Raises _TooLong in the main thread, which waits for processes and responses, after this time."""
+    """Raises _TooLong in the main thread after ``seconds``; that thread waits for processes and responses."""
 
     def give_up(*_: object) -> None:
         raise _TooLong

@@ -1,6 +1,6 @@
 """The file of `mlxdist doctor --report`: Markdown for people, with everything once more as one JSON block at its end.
 
-It is never larger than MAX_BYTES: each section has a limit, and says what was cut.
+It is never larger than MAX_BYTES: each section has a limit, and notes where it is cut.
 """
 
 import json
@@ -28,7 +28,7 @@ before you share it.
 
 @dataclass
 class Section:
-    """``text``: Markdown. ``data``: the same for programs. ``error``: why it is incomplete; empty where it is not."""
+    """A section. ``text``: Markdown. ``data``: the same for programs. ``error``: why it is incomplete, or ""."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Section:
 
 
 def fenced(text: str) -> str:
-    """As it is, whatever it contains."""
+    """A block of Markdown with the text unchanged, whatever it contains."""
     return f"{_FENCE}text\n{text.rstrip().replace(_FENCE, '~~~')}\n{_FENCE}\n"
 
 
@@ -49,7 +49,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write_document(sections: Sequence[Section], redactor: Redactor, notes: Sequence[str] = ()) -> str:
-    """All sections, redacted and cut. ``notes``: about the report as a whole."""
+    """All sections, redacted and cut to their limits. ``notes``: remarks about the report as a whole."""
     for section in sections:
         redactor.learn([section.text, section.data, section.error])
     parts = [_HEAD, *(f"\n**{redactor.text(note)}**\n" for note in notes), "\n", _contents(sections), "\n"]
@@ -77,7 +77,7 @@ def _plain(section: Section, redactor: Redactor) -> dict[str, Any]:
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning and the end of what is too long, with a line between them that says so."""
+    """The beginning and the end of a long text, with a line between them that says how much was cut."""
     data = text.encode(errors="replace")
     if len(data) <= most:
         return text
@@ -91,7 +91,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _bounded(value: Any, most: int) -> Any:
-    """The value with ever shorter texts and lists, until it fits."""
+    """The value with texts and lists that are shortened step by step, until it fits."""
     for texts, items in ((4000, 400), (1000, 100), (200, 30), (80, 8)):
         shorter = _shorten(value, texts, items)
         if len(json.dumps(shorter, indent=1)) <= most:

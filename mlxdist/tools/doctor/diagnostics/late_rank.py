@@ -1,4 +1,4 @@
-"""What each rank of the sleep probe runs: the last one is late for a collective whose result the others compute with.
+"""A rank of the sleep probe: the last rank is late for a collective whose result the other ranks compute with.
 
 macOS ends GPU work that waits for about 5 s. Each rank prints one line of JSON after `MARK`, whether it fails or not.
 

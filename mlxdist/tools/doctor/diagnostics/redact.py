@@ -1,4 +1,4 @@
-"""Replaces what identifies a person or a machine, and credentials, by placeholders: equal values by equal ones.
+"""Replaces credentials, and text that identifies a person or a machine, by placeholders: equal values by equal ones.
 
 A report is public. Secrets, serial numbers, hardware UUIDs and GUIDs, MAC addresses, public IP addresses, names
 of users and hosts and home directories are replaced; private and link-local IPv4 addresses stay, since they
@@ -74,7 +74,7 @@ _PATTERNS = {
 
 
 class Redactor:
-    """Replaces the same value by the same placeholder each time. Call `learn` first, with all that is printed."""
+    """Replaces equal values by equal placeholders. Call `learn` first, with everything that is printed."""
 
     def __init__(
         self, hosts: Iterable[str] = (), users: Iterable[str] = (), environ: Mapping[str, str] = os.environ
@@ -92,7 +92,7 @@ class Redactor:
         self.learn_hosts([*hosts, socket.gethostname()])
 
     def learn(self, value: Any) -> None:
-        """Names of users in paths, and values of private keys, wherever else they stand."""
+        """Collects names of users in paths, and values of private keys, to replace them wherever they occur."""
         for key, text in _texts(value):
             if key and _PRIVATE_KEY.search(key) and len(text) >= _SHORTEST_SECRET:
                 self._literals.setdefault(text, "removed")
@@ -113,7 +113,7 @@ class Redactor:
         return self._pattern.sub(self._replace, text)
 
     def value(self, value: Any) -> Any:
-        """The same of what JSON can say, keys included."""
+        """Redacts a value of JSON, including keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -194,7 +194,7 @@ class Redactor:
         return self._placeholder("host", self._host_key(name))
 
     def _host_key(self, name: str) -> str:
-        """Equal for names of one host: the domain is left out where only one is known with the same first label."""
+        """A key that is equal for all names of a host: without a domain, if the first label has only one."""
         plain = _plain(name)
         label = plain.partition(".")[0]
         return label if len(self._domains[label]) < 2 else plain
@@ -247,7 +247,7 @@ def _texts(value: Any, key: str = "") -> Iterable[tuple[str, str]]:
 
 
 def _after_options(words: Sequence[Any]) -> Iterable[tuple[str, Any]]:
-    """Each element, as of a command line: with the private option before it whose value it is, or with none."""
+    """Each word of a command line, with the private option before it if the word is its value, else with ""."""
     for option, word in zip(["", *words], words):
         is_value = isinstance(option, str) and option.startswith("-") and "=" not in option
         is_value = is_value and isinstance(word, str) and not word.startswith("-")
@@ -269,7 +269,7 @@ def _is_private(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _user_names(environ: Mapping[str, str]) -> list[str]:
-    """Of the user who runs this: the account, and the words of the full name."""
+    """Names of the user who runs this: the account, and the words of the full name."""
     names = [environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
     try:
         names.append(getpass.getuser())

@@ -1,4 +1,4 @@
-"""Jobs that a report makes, with every verb traced: which use RDMA, and the flight records of those that fail."""
+"""Jobs for a report, with every verb traced: whether they use RDMA, and the flight records of those that fail."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _FIRST_LINES, _LAST_LINES = 250, 150  # of a job's output
 
 @dataclass
 class Run:
-    """A job."""
+    """A job and its results."""
 
     name: str
     settings: dict[str, str]
@@ -39,7 +39,7 @@ class Run:
 
 
 def probe(name: str, selection: HostSelection, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
-    """Two ranks at least compute checked sums and measure the links between them."""
+    """Runs a job of two or more ranks, which compute checked sums and measure the links between them."""
     ranks = 2 if selection.hostfile is None else max(2, selection.hostfile.only(hosts).ranks)
     # Each rank counts as a host of its own: links are measured between ranks of one host, too.
     parameters = {"hosts": list(range(ranks)), "links": True}
@@ -71,7 +71,7 @@ _DEBUG_LINE = re.compile(_PREFIX.pattern + r"[\d:.]{15} mlxdist rank ")
 
 
 def _ends(lines: list[str]) -> list[str]:
-    """Where a queue pair is re-created many times, the first and last lines suffice."""
+    """The first and last lines: a queue pair that is re-created many times fills the lines between with repeats."""
     if len(lines) <= _FIRST_LINES + _LAST_LINES:
         return lines
     note = f"[... {len(lines) - _FIRST_LINES - _LAST_LINES} lines were cut here ...]"
@@ -97,7 +97,7 @@ def _flight(errors: str, selection: HostSelection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RdmaRun:
-    """On these hosts, with these variables. ``selection``: the hosts, with a device map of that link alone."""
+    """A job to run on ``hosts`` with ``settings``. ``selection``: these hosts, with a device map of that link alone."""
 
     name: str
     selection: HostSelection
@@ -109,7 +109,7 @@ class RdmaRun:
 def rdma_runs(
     selection: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]
 ) -> tuple[list[RdmaRun], list[str]]:
-    """``devices``: of each host, the response to doctor.rdma. The runs, and why others are not made."""
+    """The runs to make, and why others are not made. ``devices``: each host's response to doctor.rdma."""
     active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
     notes = [
         f"{host}: {device['name']} is {device['state'] or device['error'] or 'unknown'}, so nothing is run on it"
@@ -148,7 +148,7 @@ def _between(selection: HostSelection, i: int, j: int, active: Mapping[str, list
 
 
 def _loop(selection: HostSelection, host: Host, device: Mapping[str, Any]) -> RdmaRun:
-    """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
+    """A run with both ranks on one host and device: it tests the verbs. Apple's driver may refuse RTR to itself."""
     name = device["name"]
     rows = json.dumps([[None, name], [name, None]])
     settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_DEVICE_MAP": rows}
@@ -156,7 +156,7 @@ def _loop(selection: HostSelection, host: Host, device: Mapping[str, Any]) -> Rd
 
 
 def alone(selection: HostSelection, host: Host) -> HostSelection:
-    """This host, where doctor starts two ranks, and no device map."""
+    """The selection of this host alone, where doctor starts two ranks, without its device map."""
     return selection if selection.hostfile is None else _only(selection, replace(host, rdma=()))
 
 

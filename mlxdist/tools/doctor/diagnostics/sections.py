@@ -1,4 +1,4 @@
-"""The sections of a report, in their order. Each is filled step by step: one that is stopped keeps what it has."""
+"""The sections of a report, in their order. A section is filled step by step, so that a stopped one keeps its steps."""
 
 import json
 import os
@@ -33,9 +33,9 @@ _OMITTED_FACTS = ("identity", "printed")  # private; a section of its own
 
 @dataclass
 class Context:
-    """``show``: shows the current step. ``cluster``: what is known of the hosts, once the checks have run.
+    """The state of a report. ``show``: shows the current step. ``cluster``: facts about the hosts, after the checks.
 
-    ``own_names``: by which the hosts know themselves, which are private.
+    ``own_names``: the names that the hosts have for themselves, which are private.
     """
 
     selection: HostSelection
@@ -52,7 +52,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Step:
-    """``seconds``: after which the section is given up, for one host and for each more."""
+    """A section to fill. ``seconds``: its time limit for one host, ``seconds_a_host``: for each further host."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ def _fill_checks(section: Section, context: Context) -> None:
 
 
 def _without_private(facts: dict[str, Any]) -> dict[str, Any]:
-    """Command lines of other jobs may have anything in them."""
+    """The facts without private ones: command lines of other jobs may contain anything."""
     running = [{"job": job["job"], "ranks": job["ranks"]} for job in facts["jobs"]["running"]]
     kept = {name: value for name, value in facts.items() if name not in _OMITTED_FACTS}
     return kept | {"jobs": facts["jobs"] | {"running": running}}
@@ -207,7 +207,7 @@ def _fill_late(section: Section, context: Context) -> None:
 
 
 def _add_run(section: Section, found: Run, may_fail: bool = False) -> None:
-    """``may_fail``: that says nothing against the section."""
+    """Adds a run to a section. ``may_fail``: its failure is no error of the section."""
     section.data.setdefault("runs", []).append(vars(found))
     settings = " ".join(f"{name}={value}" for name, value in found.settings.items())
     section.text += f"### {found.name}\n\n`{settings}`\n\n"
