@@ -1,4 +1,4 @@
-"""Which rank a process is by the variables of its launcher: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM.
+"""Finds a process's rank in the variables of its launcher: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM.
 
 Where one of these, or mlx.launch or torchrun, has started several processes and no job of mlxdist is named, each of
 them would be a group of one; ``reject_launchers`` raises instead.
@@ -56,7 +56,7 @@ def scheduler_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
 
 
 def reject_launchers(environ: Mapping[str, str]) -> None:
-    """Raises an error where another launcher has started this process, which belongs to no job of mlxdist.
+    """Checks that no other launcher has started this process, which belongs to no job of mlxdist.
 
     Raises:
         RendezvousError: another launcher has started it as one of several.

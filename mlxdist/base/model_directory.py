@@ -1,4 +1,4 @@
-"""Where a model is on this host: a directory, or a name such as org/model that Hugging Face's local cache has.
+"""Finds a model on this host: a directory, or a name such as org/model that Hugging Face's local cache has.
 
 Nothing here uses the network or imports ``huggingface_hub``: `mlxdist doctor` checks hosts that may not have it.
 """

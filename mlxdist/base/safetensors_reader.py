@@ -179,7 +179,7 @@ class WeightFile:
         return tensor
 
     def _require_no_overlap(self, tensors: dict[str, StoredTensor]) -> None:
-        """Raises an error for tensors that overlap or leave a gap, which the format excludes."""
+        """Checks that tensors neither overlap nor leave a gap: the format has neither."""
         end, before = len(self.header), "the header"
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset != end:
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of the tensors have been read so far."""
+        """The number of bytes of the tensors that have been read so far."""
         return sum(file.bytes_read for file in self.files)
 
     def _read_index(self) -> dict[str, str]:

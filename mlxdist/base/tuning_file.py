@@ -55,7 +55,7 @@ def read_section(path: Path, name: str, check: Callable[[Any], T], empty: Any) -
     """A section of the file, as ``check`` returns it; ``check(empty)`` where the file has no such section.
 
     Args:
-        check: raises ValueError for what the section must not hold.
+        check: a function that raises ValueError for an invalid section.
 
     Raises:
         InvalidArgument: the file cannot be read, or is malformed; the text names the line or row.
@@ -76,7 +76,7 @@ def update(path: Path, sections: Mapping[str, Any]) -> None:
     """Replaces sections of a file, and keeps the others. Readers see either the old or the new content.
 
     Raises:
-        InvalidArgument: what is there is malformed.
+        InvalidArgument: the existing file is malformed.
         OSError: the file cannot be written.
     """
     kept = {name: read_section(path, name, lambda value: value, None) for name in SECTIONS if path.exists()}

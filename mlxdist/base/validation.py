@@ -102,7 +102,7 @@ def plain_text(most: int, steering: str = "\n\t") -> Check:
 
 
 def hex_bytes(low: int, high: int) -> Check:
-    """Bytes written as hexadecimal digits: at least ``low``, at most ``high``."""
+    """A check for bytes written as hexadecimal digits: at least ``low``, at most ``high``."""
     digits = re.compile(f"([0-9a-f]{{2}}){{{low},{high}}}")
     return _value(
         lambda value: type(value) is str and digits.fullmatch(value) is not None,
@@ -139,7 +139,7 @@ def list_of(check: Check, most: int) -> Check:
 
 
 def row_of(*checks: Check) -> Check:
-    """A list of fixed length, with a check for each element."""
+    """A check for a list of fixed length, with a check for each element."""
 
     def check_row(name: str, value: Any) -> tuple:
         if type(value) is not list or len(value) != len(checks):

@@ -5,5 +5,5 @@ several: there each host has an agent.py, which remote.py speaks to over a conne
 supervisor.py decides how the job ends, output.py shows what the ranks print, standard_input.py gives them what they
 read, reaper.py cleans up after them, and jobs.py shows other commands which jobs run.
 
-It runs without MLX, NumPy and the engine, for a fast start. The only compiled file that it looks at is the MPI shim.
+It runs without MLX, NumPy and the engine, for a fast start. The only compiled file that it uses is the MPI shim.
 """

@@ -54,7 +54,7 @@ class HostsJob:
         wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
-        """``plan``: its variables are set for all ranks, in addition to those that their host sets."""
+        """Prepares the job. ``plan``: its variables are set for all ranks, in addition to those of their host."""
         self.job = name_of_start(name, restart)
         self.succeeded = False
         self._hostfile = hostfile

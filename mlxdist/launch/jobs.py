@@ -173,7 +173,7 @@ class JobDirectory:
 
     @classmethod
     def of_ranks(cls, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> JobDirectory:
-        """``flight``: the value of MLXDIST_FLIGHT_DIR that the user has set."""
+        """The directory of a job with ranks here. ``flight``: the MLXDIST_FLIGHT_DIR that the user has set."""
         if flight != "none":
             flight = os.path.abspath(os.path.expanduser(flight) if flight else runtime_directory() / name / "flight")
         return cls(Job(name, os.getpid(), time.time(), list(command), str(temporary), flight), name)

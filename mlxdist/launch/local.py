@@ -76,7 +76,7 @@ def base_environment(environ: Mapping[str, str], with_mpi_shim: bool = True) -> 
 
 
 def check_fast_synch(variables: Mapping[str, str], ranks: int) -> None:
-    """Raises an error for a setting that can lock up a GPU. ``ranks``: the number on this machine. Only Metal reads it.
+    """Rejects a setting of MLX's Metal backend that can lock up a GPU. ``ranks``: the number of ranks on this machine.
 
     Raises:
         InvalidArgument: several ranks on one Mac would use it.

@@ -65,7 +65,7 @@ def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raises an error if mpirun would refuse to run as root. ``arguments``, ``environ``: those of mpirun.
+    """Checks that mpirun would not refuse to run as root. ``arguments``, ``environ``: those of mpirun.
 
     Raises:
         InvalidArgument: this is root, and neither the arguments nor the environment allow that.

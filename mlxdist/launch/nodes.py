@@ -1,8 +1,8 @@
 """A job whose launcher is started on every node by other means: `--nodes`, or srun. They do not use ssh.
 
-Each launcher starts the ranks of its node. They meet at the address of node 0, and prove to each other that they know
-the secret, which must be the same everywhere. The launchers do not know of each other: when a rank fails, those of
-other nodes learn it from the rendezvous, and fail too.
+Each launcher starts the ranks of its node. Ranks meet at the address of node 0, and prove to each other that they have
+the secret, which must be the same everywhere. The launchers have no connection to each other: when a rank fails, ranks
+of other nodes get the error from the rendezvous, and fail too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Nodes:
 def from_options(
     count: int | None, number: int | None, master: str | None, secret_file: str | None, environ: Mapping[str, str]
 ) -> Nodes | None:
-    """This node by --nodes, --node-rank and --master-addr; None where they are not given.
+    """The node that --nodes, --node-rank and --master-addr describe; None where they are not given.
 
     Raises:
         InvalidArgument: one of them is missing or wrong, or there is no secret.

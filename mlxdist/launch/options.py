@@ -1,4 +1,4 @@
-"""The options of `mlxdist launch`: what they are called, and what is read from them."""
+"""The options of `mlxdist launch`: their declarations, and the settings that are derived from them."""
 
 import functools
 import os

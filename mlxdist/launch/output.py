@@ -51,7 +51,7 @@ class Output:
     """Output of all ranks, on the launcher's two streams. ``wake`` is called when it can take more, or less."""
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
-        """``labels``: the text in front of each rank's lines, of equal width. ``logs``: a directory for copies."""
+        """Opens the logs. ``labels``: texts of equal width in front of each rank's lines. ``logs``: their directory."""
         # The launcher prints from other threads, too.
         self._lock = threading.RLock()
         self._wake = wake

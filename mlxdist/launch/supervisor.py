@@ -231,7 +231,7 @@ class Supervisor:
         return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
 
     def _verdict(self) -> tuple[int, list[str]]:
-        """The exit status, and the clauses of the closing line, of which the first is the cause."""
+        """The exit status, and the clauses of the closing line. The first clause is the cause."""
         seconds = time.monotonic() - self._started
         if self._is_late and not self._failed:
             first = f"it has not ended after {self._limit:g} s (--timeout)"

@@ -46,7 +46,7 @@ class TracebackFilter:
     """Selects the lines of a rank's standard error to show."""
 
     def __init__(self, rank: int, tracebacks: Tracebacks | None) -> None:
-        """``tracebacks``: None where they are all shown at once."""
+        """Filters lines of ``rank``. ``tracebacks``: None to show all tracebacks at once."""
         self._rank = rank
         self._tracebacks = tracebacks
         self._held: list[bytes] = []  # of a traceback that is not complete

@@ -1,4 +1,4 @@
-"""Which adapter each row of a batch has, as an entry of mlx-lm's prompt caches, and a model that reads it there.
+"""Puts the adapter of each row of a batch into mlx-lm's prompt caches, from which a model reads it.
 
 So mlx-lm's batches, which join, split and keep prompt caches, carry it along. Adapters have numbers: 0 is none, 1 is
 the first in the server's options.

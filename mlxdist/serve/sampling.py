@@ -66,7 +66,7 @@ def sampler_of(
 def _states(seed: int, draws: int) -> Iterator[int]:
     """The seed for each token: MLX's random state after ``draws`` draws for each token before it.
 
-    MLX draws by splitting its state in a new state and a key. The state is two words, which are those of a seed.
+    MLX draws by splitting its state in a new state and a key. The state is two words: the two halves of a seed.
     """
     key = mx.random.key(seed)
     while True:

@@ -49,7 +49,7 @@ class Request:
         priority: int = 0,
         top_logprobs: int | None = None,
     ) -> None:
-        """``admission`` has no number yet. ``top_logprobs``: None where the client needs no log-probabilities."""
+        """Starts the clock. ``admission``: still without a number. ``top_logprobs``: None without logprobs."""
         self.admission = self._asked = admission
         self.is_connected, self.answer, self.top_logprobs = is_connected, answer, top_logprobs
         self.arrived = time.monotonic()
@@ -209,7 +209,7 @@ class Scheduler:
                 self._deliver_token(response, outcome.failed.get(response.uid, ""))
 
     def _deliver_token(self, response: Any, failed: str) -> None:
-        """``failed``: why a complete answer does not match its grammar; empty if it does."""
+        """Adds a token to its answer. ``failed``: why a complete answer does not match its grammar, or ""."""
         request, reason = self._running[response.uid], response.finish_reason
         request.generated.append(response.token)
         self._metrics.add("generated_tokens_total")

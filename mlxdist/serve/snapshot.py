@@ -1,6 +1,6 @@
 """The prefix cache on disk, from one run of a server to the next. Each rank has its shard of every sequence.
 
-DIRECTORY/rank-1-of-2/index.json says of which model and shares the shards are, and has the tokens of the sequences.
+DIRECTORY/rank-1-of-2/index.json has the model and the shares that the shards belong to, and the tokens of sequences.
 The caches of each are a file of mlx-lm's save_prompt_cache, with the BLAKE2b of its bytes as its name. The index is
 replaced atomically and last, so that a save that is interrupted leaves the snapshot before it.
 """

@@ -1,4 +1,4 @@
-"""The one collector of facts about a host: a shell script, and what is read from its output.
+"""Collects facts about a host, by a shell script and the parsers of its output.
 
 The script runs on this machine or over one ssh connection. It needs nothing installed there: hosts are usually
 connected to each other before mlxdist is installed on them.

@@ -46,7 +46,7 @@ class Service:
 
 
 def hardware_ports(text: str) -> dict[str, str]:
-    """`networksetup -listallhardwareports`: the interface of each port, {"Thunderbolt 1": "en2"}."""
+    """The interface of each port in `networksetup -listallhardwareports`: {"Thunderbolt 1": "en2"}."""
     return dict(re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE))
 
 
@@ -77,7 +77,7 @@ def linux_interfaces(text: str) -> tuple[Interface, ...]:
 
 
 def default_interface(text: str) -> str:
-    """`route -n get default` or `ip -json route show default`: the interface that other networks are reached by."""
+    """The interface to other networks in the output of `route -n get default` or `ip -json route show default`."""
     if found := re.search(r"^\s*interface: (\S+)", text, re.MULTILINE):
         return found[1]
     routes = [route for route in _objects(text) if isinstance(route.get("dev"), str)]

@@ -1,4 +1,4 @@
-"""How much memory is left now, for a program that ends by itself before the system ends it."""
+"""Measures the free memory, for a program that ends by itself before the system kills it."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def memory_now() -> Memory:
 
 
 def cgroup_memory(mounted: Path, own: str) -> Memory:
-    """The strictest limit of a process's control groups, and what the fullest of them has left.
+    """The strictest limit of a process's control groups, and the memory that is left in the fullest of them.
 
     Args:
         mounted: where the control groups are mounted.

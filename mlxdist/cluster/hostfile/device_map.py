@@ -27,7 +27,7 @@ _ADVICE = f'{_VARIABLE} is a matrix such as [[null, "rdma_en2"], ["rdma_en2", nu
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """``rows[i][j]``: the devices of host i whose cables lead to host j."""
+    """A device map. ``rows[i][j]``: the devices of host i whose cables lead to host j."""
 
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     source: str = _VARIABLE
@@ -73,7 +73,7 @@ def parse(text: str | bytes, source: str = _VARIABLE) -> DeviceMap:
 
 
 def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """`DeviceMap.rows` of what has been read from JSON: a matrix, or hosts that have a row each. Raises MalformedMap:
+    """The rows of a `DeviceMap` from a value of JSON: a matrix, or hosts that have a row each. Raises MalformedMap:
     it is none, or not symmetric."""
     entries = found.get("hosts") if isinstance(found, dict) else found
     if not isinstance(entries, list) or not entries:

@@ -79,8 +79,8 @@ class Hostfile:
         return sum(host.slots for host in self.hosts)
 
     def merged(self) -> "Hostfile":
-        """Each host once, with all its ranks: JSON may repeat a host for each rank. Raises InvalidArgument: the ranks
-        of a host are apart, or a repeated host has devices."""
+        """Merges entries of one host, which JSON may repeat for each rank. Raises InvalidArgument: the ranks of a host
+        do not follow each other, or a repeated host has devices."""
         merged: list[Host] = []
         for host in self.hosts:
             if merged and merged[-1].name == host.name and not host.rdma:
@@ -104,8 +104,8 @@ class Hostfile:
         return replace(self, hosts=tuple(hosts), envs=envs)
 
     def with_ranks(self, each: int) -> "Hostfile":
-        """``each`` ranks on every host. A ring topology then has all of them in their order. Raises InvalidArgument: a
-        host has another number of slots."""
+        """A hostfile with ``each`` ranks on every host, in a ring topology, too. Raises InvalidArgument: a host has
+        another number of slots."""
         for host in self.hosts:
             if host.slots not in (1, each):
                 raise InvalidArgument(

@@ -69,7 +69,7 @@ class HostSelection:
         return list(self.hostfile.hosts) if self.hostfile is not None else [Host("localhost")]
 
     def with_ranks(self, each: int | None) -> HostSelection:
-        """``each`` ranks on every host. Raises InvalidArgument: a host has another number of slots."""
+        """A selection with ``each`` ranks on every host. Raises InvalidArgument: a host has another number of slots."""
         if each is None or self.hostfile is None:
             return self
         return replace(self, hostfile=self.hostfile.with_ranks(each), arguments=[*self.arguments, "-n", str(each)])

@@ -1,4 +1,4 @@
-"""How fast the ranks of a hostfile are relative to each other, as `mlxdist calibrate` has measured their hosts."""
+"""The relative speeds of the ranks of a hostfile, from the measurements of their hosts by `mlxdist calibrate`."""
 
 from typing import Any
 

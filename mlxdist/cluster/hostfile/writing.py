@@ -53,7 +53,7 @@ def save(hostfile: Hostfile, path: str | os.PathLike[str], format: str = "json")
 
 
 def _json(hostfile: Hostfile) -> str:
-    """MLX's format. Our "slots" is there only where it is not 1, for MLX does not know it."""
+    """MLX's format. "slots" is written only where it is not 1, because MLX has no such field."""
     hosts = ",\n".join(f"    {json.dumps(_entry(host))}" for host in hostfile.hosts)
     text = f'{{\n  "backend": {json.dumps(hostfile.backend)},\n' if hostfile.backend else "{\n"
     return text + f'  "envs": {json.dumps(list(hostfile.envs))},\n  "hosts": [\n{hosts}\n  ]\n}}\n'

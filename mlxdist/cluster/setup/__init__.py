@@ -1,1 +1,1 @@
-"""`mlxdist config`: the links between hosts, addresses for their ends, and the hostfile with both."""
+"""`mlxdist config`: finds the links between hosts, gives their ends addresses, and writes both to the hostfile."""

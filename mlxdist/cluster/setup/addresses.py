@@ -30,8 +30,8 @@ class Link:
 
 
 def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
-    """Makes one link for each cable that has interfaces. Addresses that fit are kept, so a second run changes nothing. Raises
-    InvalidArgument: ``within`` has too few free subnets."""
+    """Makes a link for each cable that has interfaces. Addresses that fit are kept, so a second run changes nothing.
+    Raises InvalidArgument: ``within`` has too few free subnets."""
     cables = [cable for cable in topology.cables if cable.a.interface and cable.b.interface]
     ends = {(end.host, end.interface) for cable in cables for end in (cable.a, cable.b)}
     taken = [

@@ -18,7 +18,7 @@ _VIRTUAL = re.compile(
 
 @dataclass(frozen=True)
 class Choice:
-    """An address of a host, and what it belongs to. ``port`` is the name that macOS has for the interface."""
+    """An address of a host, and the interface that has it. ``port`` is the name that macOS has for the interface."""
 
     address: IPv4Interface
     interface: str

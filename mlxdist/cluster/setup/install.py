@@ -1,6 +1,6 @@
-"""`mlxdist config --install`: on every host an environment with the launcher's Python, mlxdist and MLX.
+"""`mlxdist config --install`: makes an environment with the launcher's Python, mlxdist and MLX on every host.
 
-The same script goes to each host over ssh; packages come from PyPI, or with the script. It makes the environment in a new
+A script goes to each host over ssh; packages come from PyPI, or with the script. It makes the environment in a new
 directory next to DIR, imports mlxdist there, and only then replaces DIR, a symbolic link, by one to it. Where something
 fails, DIR stays as it was. DIR.previous leads to the environment before, which may be the one that runs this.
 """

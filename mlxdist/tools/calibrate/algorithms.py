@@ -39,7 +39,7 @@ def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
 
 
 def _check_memory(largest: int, ranks: int) -> None:
-    """Raises click.BadParameter where the results of all_gather, and what they must be, do not fit into memory."""
+    """Raises click.BadParameter if the results of all_gather, and their expected values, do not fit into memory."""
     memory = collect_here().memory.total
     if memory is not None and (most := memory // (2 * ranks**2)) < largest:
         raise click.BadParameter(

@@ -45,7 +45,7 @@ _MAX_TEXT = 4096
 @dataclass
 class Collected:
     """Records of a job. ``members``: rank 0's status of each rank; empty if it does not respond. ``short``: the ranks
-    that lack a full record. ``notes``: what is missing and why. ``ended``: whether the job has ended."""
+    that lack a full record. ``notes``: the missing records, with reasons. ``ended``: whether the job has ended."""
 
     records: dict[int, FlightRecord] = field(default_factory=dict)
     members: dict[int, PeerStatus] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class JobRanks:
     """The ranks of a job, on this machine or on the hosts of ``connections``."""
 
     def __init__(self, job: str, connections: Connections | None = None) -> None:
-        """``job``: the full name of the job."""
+        """``job``: the full name of the job. ``connections``: None for this machine."""
         self.job = job
         self._connections = connections
         self._ahead: list[int] | None = None  # of our clock that of each host, in nanoseconds

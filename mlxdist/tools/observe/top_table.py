@@ -55,7 +55,7 @@ def _head(view: View) -> list[Text]:
 
 
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
-    """``columns``: the optional columns to show; "bubble" is shown if a rank has one."""
+    """The table of ``rows``. ``columns``: the optional columns to show; "bubble" is shown if a rank has one."""
     columns = {*columns, *(["bubble"] if any(row.bubble is not None for row in rows) else [])}
     table = Table(box=None, pad_edge=False, header_style="bold")
     shown = {name: justify for name, justify in _COLUMNS.items() if name not in _OPTIONAL or name in columns}

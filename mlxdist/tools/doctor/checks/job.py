@@ -28,7 +28,7 @@ def check_correctness(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _failed(job: Job, hosts: Sequence[str]) -> Finding:
-    """``hosts``: the one or two hosts that cause the failure; none where they are not known."""
+    """A finding for a job that failed. ``hosts``: the one or two hosts that cause it; none if they are not known."""
     where = ("", " on this host alone", " on these two")[len(hosts)]
     what = f"a job of {job.ranks} ranks{where} failed: {job.error}"
     found = fail(hosts, what, _RUN_AGAIN.format(command=job.command))

@@ -1,4 +1,4 @@
-"""Every host reaches every other one, both ways, over the right interface; macOS lets Python do so."""
+"""Checks that every host reaches every other one over the right interface, and that macOS lets Python do so."""
 
 from collections.abc import Iterator
 

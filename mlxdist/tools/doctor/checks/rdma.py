@@ -1,4 +1,4 @@
-"""RDMA works where the hostfile needs it: devices, ports, addresses. The causes are those of `mlxdist devices`."""
+"""Checks RDMA where the hostfile needs it: devices, ports, addresses. It finds the same causes as `mlxdist devices`."""
 
 import collections
 import ipaddress

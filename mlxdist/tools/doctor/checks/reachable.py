@@ -1,4 +1,4 @@
-"""Each host is reached by ssh and named once, imports mlxdist, and has the same versions as the others."""
+"""Checks that ssh reaches each host, that it is named once, imports mlxdist, and has the others' versions."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Clocks, memory, disks, cores, sleep, and leftovers of earlier jobs."""
+"""Checks clocks, memory, disks, cores, sleep, and leftovers of earlier jobs."""
 
 import functools
 import itertools
@@ -51,7 +51,7 @@ def gib(size: float) -> str:
 
 @each_host("clock")
 def check_clocks(host: Host, clock: tuple[float, float]) -> Iterator[Finding]:
-    """``clock``: the seconds that the host's clock is ahead of this machine's, and the error of that measurement."""
+    """Compares clocks. ``clock``: seconds that the host is ahead of this machine, and the error of that measurement."""
     ahead, unsure = clock
     if abs(ahead) - unsure > _CLOCK_SECONDS:
         what = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this machine"

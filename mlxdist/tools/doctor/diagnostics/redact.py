@@ -79,7 +79,7 @@ class Redactor:
     def __init__(
         self, hosts: Iterable[str] = (), users: Iterable[str] = (), environ: Mapping[str, str] = os.environ
     ) -> None:
-        """``hosts``, ``users``: names to replace besides this machine's own and those in ``environ``."""
+        """Learns names to replace: ``hosts``, ``users``, this machine's own, and those in ``environ``."""
         self._numbers: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of placeholders, by kind and value
         self._literals: dict[str, str] = {}  # what is replaced as it stands: its kind
         self._domains: defaultdict[str, set[str]] = defaultdict(set)  # of hosts, by the first label of their names
