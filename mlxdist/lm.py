@@ -48,8 +48,8 @@ def sharded_load(
 ) -> tuple[Any, ...]:
     """Loads a model's shard of this rank and its tokenizer; with ``return_config`` also its config, a dict.
 
-    Every rank calls it. It replaces mlx-lm's function of this name and takes its arguments. mlx-lm's own loads models
-    that bring code of their own (``model_file`` in config.json).
+    Every rank calls it. It replaces mlx-lm's function of this name and takes its arguments. mlx-lm's own function loads
+    models that bring code of their own (``model_file`` in config.json).
 
     Args:
         repo: a directory, or the name of a model that `hf download` has fetched.

@@ -172,6 +172,7 @@ def located(text: str, rank: int, host: str) -> str:
     if _ORIGIN.search(text):
         return text
     where = f" [rank {rank} on {host}]"
+    # A long text is cut, and never the origin, which other ranks read from its end.
     kept = text.encode()[: _MAX_BYTES - len(where.encode())].decode(errors="ignore")
     return f"{kept}{where}"
 
@@ -192,6 +193,7 @@ def exit_status(error: SystemExit) -> int:
     """The status with which Python ends a process that raises ``error``."""
     if error.code is None:
         return 0
+    # The kernel keeps the low byte of a status; Python prints any other object and exits with 1.
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 

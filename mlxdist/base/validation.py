@@ -67,6 +67,7 @@ def _value(fits: Callable[[Any], bool], wanted: str, convert: Callable[[Any], An
 
 
 def number(low: int, high: int) -> Check:
+    # Not isinstance, for which True is an integer, too.
     return _value(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 

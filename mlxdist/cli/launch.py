@@ -221,6 +221,7 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
     if any(rows) and "MLXDIST_DEVICE_MAP" not in variables:
         variables["MLXDIST_DEVICE_MAP"] = json.dumps(rows)
+    # --env is last: the user's settings override measured shares.
     return variables | rank_share_variables(on) | dict(given)
 
 

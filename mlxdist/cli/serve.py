@@ -269,6 +269,7 @@ def start_ranks(
     """
     words = []
     for parameter in context.command.params:
+        # Only typed options: the ranks have the same defaults.
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
             values = given[parameter.name]
             for value in values if isinstance(values, tuple) else (values,):

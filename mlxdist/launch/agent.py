@@ -92,6 +92,7 @@ class Agent:
                 self._relay(key.fd)
         if full:
             time.sleep(_PAUSE)  # what the ranks print stays readable
+        # Only now: the launcher has one frame of input in transit, so unread input does not pile up here.
         if self._owes_ack and (self._input.wants_more or not self._input.has_readers):
             self._owes_ack = False
             self._put(pack(JobFrame.INPUT_ACK, payload=b"" if self._input.has_readers else b"none"))

@@ -115,6 +115,7 @@ def list_jobs() -> list[Job]:
     runtime = runtime_directory()
     jobs: dict[str, Job] = {}
     names = [name for name in os.listdir(runtime) if not name.startswith(".")]
+    # Launchers last: a job that has ranks and its launcher here has two records, which are merged.
     for name in sorted(names, key=lambda name: name.endswith(LAUNCHER)):
         job = read_job(runtime / name)
         if job is None or not is_locked(runtime / name):

@@ -34,6 +34,7 @@ def _from_ps(pids: Iterable[int]) -> dict[int, str]:
     wanted = ",".join(map(str, pids))
     if not wanted:
         return {}
+    # `lstart` is text of the locale: two processes compare it, so both take that of C.
     command = ["ps", "-o", "pid=,state=,lstart=", "-p", wanted]
     lines = subprocess.run(command, stdout=subprocess.PIPE, env={"LC_ALL": "C", "PATH": "/bin:/usr/bin"}, text=True)
     rows = (line.split(None, 2) for line in lines.stdout.splitlines())

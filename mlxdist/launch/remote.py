@@ -193,6 +193,7 @@ class RemoteHost:
         for stream in self._streams.values():
             os.close(stream)
         self._streams.clear()
+        # Before `closed` is set: the thread that waits for that then reads the reason.
         self._error = self._error or self._connection.why_lost()  # with what ssh has said of it
         with self._changed:
             self.closed = True

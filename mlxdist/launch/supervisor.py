@@ -98,6 +98,7 @@ class Supervisor:
             self._end_if_late()
             self._hint()
             self._press()
+        # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, clauses = self._verdict()
         text = "; ".join(clauses) + self._lost_domains()

@@ -19,6 +19,7 @@ def terminal_variables(given: Mapping[str, str], labels: Sequence[str]) -> dict[
     if not (os.isatty(1) and os.isatty(2)):
         return {}
     size = shutil.get_terminal_size()
+    # The launcher puts the label in front of each line, so a rank has fewer columns than the terminal.
     variables = {"COLUMNS": str(max(20, size.columns - len(prefix_of(labels[0])))), "LINES": str(size.lines)}
     if colors_wanted(os.environ | given):
         variables["FORCE_COLOR"] = "1"

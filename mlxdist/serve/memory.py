@@ -43,6 +43,7 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
     """
     per_token, fixed = cache_sizes(model, chunk)
     neighbors = texts(host_identity(), group).count(host_identity())
+    # Ranks on one host share the memory of its device.
     left = int(_SHARE * device_limit() / neighbors - mx.get_active_memory() - fixed * requests)
     fit = 0 if left <= 0 else min(int(left / per_token), UNLIMITED) if per_token else UNLIMITED
     found = agree("serve", group, None, {}, [fit, left])

@@ -214,6 +214,7 @@ class Proxy:
         except (EOFError, OSError):
             return False
         finally:
+            # Not awaited: rank 0 may need time to close the connection, and the client has its answer.
             _keep(asyncio.create_task(_leave(reader, writer)), self._leaving)
 
     async def _relay(self, upstream: asyncio.StreamReader, client: ProxyClient) -> bool:

@@ -207,6 +207,7 @@ def run(
             snapshot.load(worker.cache, directory, placement, given)
         scheduler = None
         if clients is not None:
+            # The other ranks wait in a broadcast with a deadline: an idle server must send before that.
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)

@@ -183,6 +183,7 @@ class Worker:
         Raises:
             Mismatch: rank 0 has sampled other tokens than this rank in the previous step.
         """
+        # Else ranks that sampled other tokens would compute different batches from here on, without an error.
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()

@@ -45,6 +45,7 @@ def choose_addresses(machines: Sequence[HostFacts], without: Sequence[frozenset[
         if all(any(c.address.network == network for c in choices) for choices in possible)
     ]
     if common:
+        # Among equals the lowest network: the order of a set may differ from run to run.
         selected = max(common, key=lambda network: (_worth(network, possible), -int(network.network_address)))
         possible = [[c for c in choices if c.address.network == selected] for choices in possible]
     return [max(choices, key=_rank, default=None) for choices in possible]

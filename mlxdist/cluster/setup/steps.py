@@ -102,6 +102,7 @@ def _on_mac(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> 
         member = (bridge, end.interface)
         steps.append(Step(machine.name, "leave bridge", member, ("join bridge", *member)))
     found = [service for service in machine.services if service.interface == end.interface]
+    # A service that is enabled and has the address needs no step, so a second run changes nothing.
     service = min(found, key=lambda service: (not service.enabled, service.address != address), default=None)
     if service is None:
         name = f"mlxdist {end.port}"

@@ -41,6 +41,7 @@ class Connection:
         pipe = subprocess.PIPE
         command = ssh_config.server(name)
         try:  # in a session of its own: Ctrl-C is the caller's
+            # Unbuffered: `receive` polls the descriptor, which does not show bytes in a buffer of Python's.
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )

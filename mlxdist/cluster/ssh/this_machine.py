@@ -76,6 +76,7 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple]]:
             return
         found.extend((family, address) for family, _, _, _, address in addresses)
 
+    # getaddrinfo has no timeout, but a thread that waits in it can be left behind.
     thread = threading.Thread(target=look_up, name="mlxdist names", daemon=True)
     thread.start()
     thread.join(_LOOKUP_SECONDS)

@@ -22,7 +22,7 @@ ALIKE = 1.1
 
 
 def measure_algorithms(runner: Runner, smallest: int, largest: int) -> dict[str, Any]:
-    """A result for each operation, size and algorithm."""
+    """Measures each operation, size and algorithm. Returns the results of the benchmark runner."""
     sizes = measured_sizes(smallest, largest, runner.ranks)
     _check_memory(sizes[-1], runner.ranks)
     cases = [{"operation": name, "bytes": size} for name in TUNED if name != "barrier" for size in sizes]
@@ -51,7 +51,7 @@ def _check_memory(largest: int, ranks: int) -> None:
 
 
 def choose(results: dict[str, Any], ranks: int) -> list[Row]:
-    """The rows of the table: the fastest algorithm at each size, up to the middle between it and the next size."""
+    """The rows of the table: the fastest algorithm at each size, up to the geometric mean of it and the next size."""
     rows: list[Row] = []
     for operation in OPERATIONS:
         measured = [row for row in by_case(results) if _case(row)["operation"] == operation]
@@ -59,6 +59,7 @@ def choose(results: dict[str, Any], ranks: int) -> list[Row]:
         for row, following in zip(measured, [*measured[1:], None]):
             medians = {name: result["microseconds"]["median"] for name, result in row.items()}
             best = _fastest(medians, [next(iter(row.values()))["default"], best])
+            # The geometric mean, since the sizes grow by factors.
             end = MAX_BYTES if following is None else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
             if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, best):
                 rows.pop()

@@ -58,6 +58,7 @@ def _send_token(server: socket.socket, token: bytes) -> None:
             connection, _ = server.accept()
         except OSError:
             return
+        # At most a second, for clients come one by one: one that sends nothing must not block the others.
         with connection, contextlib.suppress(OSError, ProtocolError):
             accept(connection, {"doctor": token}, time.monotonic() + 1.0)
 

@@ -85,6 +85,7 @@ def _within(seconds: float) -> Iterator[float]:
     def give_up(*_: object) -> None:
         raise _TooLong
 
+    # Not a thread with a time limit: nothing ends a thread that waits in a system call.
     former = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
