@@ -65,7 +65,8 @@ def show(file: str, as_json: bool) -> None:
 @click.option("--output", type=USER_PATH, metavar="PATH", help="Where to write.  [default: standard output]")
 def convert(file: str, format: str, output: str | None) -> None:
     """Write FILE in another format. Content that the format has no place for is an error, with two exceptions. A ring's
-    ports are left out: the launcher chooses them. Ring has only addresses: all else is left out, and printed by name.
+    ports are left out: the launcher chooses them. The format ring has only addresses: all else is left out, and
+    printed by name.
 
     \b
         mlxdist hostfile convert hosts.txt --to json --output rmlx-hosts.json

@@ -56,7 +56,7 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
     reach all ranks, and so does SIGUSR1. When the command returns, nothing of the job is left running.
 
     Hosts are reached by ssh, without a password; mlxdist, the command and its directory have to be there under the same
-    names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
+    names (--python, --cwd). The ranks get their command through the connection, not on a command line, and also the
     variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
 
     A command that is a Python script (or begins with -m or -c) is run by the Python of mlxdist, or that of --python,

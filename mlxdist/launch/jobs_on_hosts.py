@@ -111,7 +111,7 @@ class Stopped:
 
 
 def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
-    """Ends jobs on hosts. Raises InvalidArgument: a name has no job, or several; ResourceError: or hosts are silent."""
+    """Ends jobs. Raises InvalidArgument: a name matches no job, or several; ResourceError: and some host is silent."""
     stopped = Stopped()
     with _connect(selection) as connections:
         if not everything:

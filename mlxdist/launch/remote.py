@@ -110,7 +110,7 @@ class RemoteHost:
         return self.hello.get("system") == "darwin"
 
     def ping(self) -> None:
-        """Sends a sign of life of the launcher. Never waits: bytes that are still in transit serve as well."""
+        """Sends a keepalive. Never waits: bytes that are still in transit have the same effect."""
         if self._is_called:
             self._connection.try_send(pack(JobFrame.PING))
 

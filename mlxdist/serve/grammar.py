@@ -73,7 +73,7 @@ def grammar_of(body: Mapping[str, Any]) -> str:
 
 
 def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str:
-    """Puts the thoughts that a model may write before ``grammar``: mlx-lm returns them to clients as `reasoning`.
+    """``grammar`` preceded by the thoughts that a model may write, which mlx-lm returns to clients as `reasoning`.
 
     Args:
         state: the state of mlx-lm's text at the end of the prompt: "reasoning" if the prompt has begun the thoughts.

@@ -52,7 +52,7 @@ def sampler_of(
     """mlx-lm's sampler for a request; with the random state of this request alone, unless it is greedy.
 
     Args:
-        adapt: makes a sampler for other rows than those of all logits from mlx-lm's.
+        adapt: converts mlx-lm's sampler into one for rows that do not have all logits.
     """
     sampler = _make_sampler(request, tokenizer)
     is_greedy = sampler is greedy_sampler

@@ -285,7 +285,7 @@ class Worker:
         self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))
 
     def _keep(self, outcome: Outcome) -> None:
-        """Puts computed segments of prompts into the prefix cache, as mlx-lm's server does. Holds finished ones."""
+        """Puts computed segments of prompts into the prefix cache, like mlx-lm's server; holds finished requests."""
         ended = [
             response.uid
             for response in outcome.prefill
