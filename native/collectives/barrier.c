@@ -32,6 +32,6 @@ int mlxdist_group_finalize(mlxdist_group *group) {
     return fail(MLXDIST_INVALID_ARGUMENT,
                 "finalize is for the group of all ranks; one made by split ends with destroy");
   int status = run(group, WIRE_FINALIZE, 0);
-  group->engine->finalized = group->engine->transport.keepalive_stopped = true;
+  engine_finalize(group->engine);
   return status;
 }

@@ -25,7 +25,7 @@ static int transfer(mlxdist_group *group, const char *name, struct half send, st
   struct wire_descriptor receives = layout_describe(WIRE_SEND, recv.layout, 0, -1, MLXDIST_DIRECT);
   if (!status) status = operation_new(group, send.layout ? &sends : &receives, &operation);
   if (status) return status;
-  if (recv.layout) operation->receives = receives; /* it may differ from what is sent */
+  if (recv.layout) operation_expect(operation, &receives);
   operation_round(operation);
   if (send.layout) operation_send(operation, send.rank, send.data, layout_bytes(send.layout));
   if (recv.layout) operation_receive(operation, recv.rank, recv.data, layout_bytes(recv.layout));

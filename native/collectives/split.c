@@ -58,7 +58,7 @@ int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdis
                 "split: the ranks have split %u times, which is as often as they can until the "
                 "processes end: make the groups once and keep them, not at every step",
                 GROUP_MAX_ID);
-  group->engine->next_group_id = id + 1;
+  engine_use_group_id(group->engine, id);
   if (color < 0) return MLXDIST_OK;
   int32_t members[MLXDIST_MAX_RANKS];
   int32_t size = choose_members(group, requests, color, members);

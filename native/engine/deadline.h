@@ -9,6 +9,9 @@
 
 #include "operation.h"
 
+/* The operation has made progress: the first stall warning comes next. */
+static inline void deadline_restart(struct operation* operation) { operation->stall_warned_at = 0; }
+
 /* With the lock: logs that the operation makes no progress, and fails when that takes too long. */
 int deadline_check(struct operation* operation, uint64_t now_ns);
 

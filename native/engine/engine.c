@@ -149,3 +149,16 @@ int engine_add_group(struct engine *engine, mlxdist_group *group) {
   engine->groups[group->id] = group;
   return MLXDIST_OK;
 }
+
+void engine_remove_group(struct engine *engine, const mlxdist_group *group) {
+  engine_lock(engine);
+  engine->groups[group->id] = 0;
+  engine_unlock(engine);
+}
+
+void engine_use_group_id(struct engine *engine, int32_t id) { engine->next_group_id = id + 1; }
+
+void engine_finalize(struct engine *engine) {
+  transport_stop_keepalive(&engine->transport);
+  engine->finalized = true;
+}

@@ -100,3 +100,11 @@ static inline bool engine_is_adjacent(const struct engine* engine, int32_t a, in
 
 /* The group is found by its id from now on (group.h). */
 int engine_add_group(struct engine* engine, mlxdist_group* group);
+/* And no more. */
+void engine_remove_group(struct engine* engine, const mlxdist_group* group);
+
+/* A group has this id, on this rank or on another: a group that this rank makes from now on has a higher one. */
+void engine_use_group_id(struct engine* engine, int32_t id);
+
+/* No operation begins any more. */
+void engine_finalize(struct engine* engine);

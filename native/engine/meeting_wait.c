@@ -76,7 +76,7 @@ static void send_aside(struct engine *engine, struct peer *peer, uint64_t reques
   for (int kind = 0; kind < MEETING_KINDS; kind++) message.counts[kind] = meeting->arrived[kind];
   engine->side_channel(engine->side_channel_context, peer->endpoint.rank, &message, sizeof message);
   engine_lock(engine);
-  count(&engine->counters.meeting_messages, 1);
+  meeting_count_message(engine);
   engine_unlock(engine);
 }
 

@@ -3,6 +3,9 @@
 
 #include "operation.h"
 
+/* With the lock: a message that says where ranks have come to is leaving. */
+static inline void meeting_count_message(struct engine* engine) { count(&engine->counters.meeting_messages, 1); }
+
 /* Counts an operation that is called directly, and replies to the peers that wait for it. */
 void meeting_count(struct operation* operation);
 

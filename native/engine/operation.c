@@ -257,6 +257,6 @@ void operation_end(struct operation *operation, int status) {
   operation->status = status;
   bool handled = operation->handled; /* else it may be gone once `ended` is set */
   engine->handles_in_progress -= handled;
-  atomic_store_explicit(&operation->ended, 1, memory_order_release);
+  operation_mark_ended(operation);
   if (handled) operation_release(operation);
 }

@@ -75,6 +75,11 @@ static inline bool operation_is_collective(const struct operation* operation) {
 /* A new operation. */
 int operation_new(mlxdist_group* group, const struct wire_descriptor* descriptor, struct operation** operation);
 
+/* What arrives is described in another way than what leaves. */
+static inline void operation_expect(struct operation* operation, const struct wire_descriptor* receives) {
+  operation->receives = *receives;
+}
+
 /* A new round, after those that there are; what follows is added to it. */
 void operation_round(struct operation* operation);
 void operation_send(struct operation* operation, int32_t member, const void* data, uint64_t bytes);
@@ -118,6 +123,16 @@ int operation_issue(struct operation* operation);
 
 /* With the lock: it is over, well or not. */
 void operation_end(struct operation* operation, int status);
+
+/* With release: who reads `ended` sees its results. It may be freed at once by another thread. */
+static inline void operation_mark_ended(struct operation* operation) {
+  atomic_store_explicit(&operation->ended, 1, memory_order_release);
+}
+
+/* Before any other thread knows it. */
+static inline void operation_set_owners(struct operation* operation, int owners) {
+  atomic_store_explicit(&operation->owners, owners, memory_order_relaxed);
+}
 
 /* One owner less; the last one frees it. */
 void operation_release(struct operation* operation);

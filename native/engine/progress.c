@@ -2,16 +2,11 @@
 
 #include "abort.h"
 #include "matching.h"
+#include "meeting_wait.h"
 #include "operation.h"
+#include "progress_thread.h"
 #include "thread.h"
 #include "timers.h"
-
-void progress_wake(struct engine *engine) {
-  pthread_mutex_lock(&engine->progress_lock);
-  engine->progress_called = true;
-  pthread_cond_signal(&engine->progress_wanted);
-  pthread_mutex_unlock(&engine->progress_lock);
-}
 
 static int on_message(struct endpoint *endpoint, struct recv_desc *desc) {
   struct peer *peer = peer_of(endpoint);
@@ -42,7 +37,7 @@ static void fill_ack(struct endpoint *endpoint, struct wire_header *header) {
     header->cts = peer->cts.place;
     peer->cts_pending = false;
   }
-  if (meeting_write(&peer->meeting, header)) count(&peer->engine->counters.meeting_messages, 1);
+  if (meeting_write(&peer->meeting, header)) meeting_count_message(peer->engine);
 }
 
 static void on_link_down(struct endpoint *endpoint) { progress_wake(peer_of(endpoint)->engine); }

@@ -12,6 +12,3 @@ void engine_progress(struct engine* engine, bool* progressed);
 
 /* With the lock: the same, and where nothing has progressed a pause without the lock, and a look at the timers. */
 void engine_wait(struct engine* engine, struct backoff* backoff);
-
-/* There is something to do now: wakes the progress thread. */
-void progress_wake(struct engine* engine);

@@ -7,7 +7,7 @@ void mlxdist_group_set_side_channel(mlxdist_group *group, mlxdist_side_channel s
   struct engine *engine = group->engine;
   engine->side_channel_context = context;
   engine->side_channel = send;
-  engine->transport.can_reconnect = send != 0;
+  transport_set_reconnect(&engine->transport, send != 0);
 }
 
 static void send_to(struct engine *engine, struct peer *peer, const struct reconnect_message *message) {

@@ -5,6 +5,7 @@
 #include "error.h"
 #include "meeting_wait.h"
 #include "progress.h"
+#include "progress_thread.h"
 #include "thread.h"
 #include "timers.h"
 
@@ -73,7 +74,7 @@ static int run_alone(struct operation *operation) {
   for (int i = 0; i < operation->round_count && !status; i++)
     if (operation->rounds[i].copy_bytes)
       memcpy(operation->rounds[i].copy_to, operation->rounds[i].copy_from, operation->rounds[i].copy_bytes);
-  atomic_store_explicit(&operation->ended, 1, memory_order_release);
+  operation_mark_ended(operation);
   return status;
 }
 
@@ -104,7 +105,7 @@ int operation_start(struct operation *operation, mlxdist_call *call) {
   if (!status) meeting_count(operation);
   if (!status && !alone && !operation->group->usable) status = connection_make_all(operation);
   operation->started_ns = clock_ns();
-  atomic_store_explicit(&operation->owners, handled && !alone ? 2 : 1, memory_order_relaxed);
+  operation_set_owners(operation, handled && !alone ? 2 : 1);
   if (!status) status = alone ? run_alone(operation) : run(operation);
   if (handled && !status) {
     call->handle = (mlxdist_handle *)operation;

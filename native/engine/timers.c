@@ -30,7 +30,7 @@ static int check_operation(struct operation *operation, uint64_t now) {
     operation->stuck_since_ns = now;
     operation->repeat_cts_at_ns = now + REPEAT_CTS_MIN_NS;
     operation->repeat_cts_after_ns = REPEAT_CTS_MIN_NS;
-    operation->stall_warned_at = 0;
+    deadline_restart(operation);
     return MLXDIST_OK;
   }
   if (now > operation->repeat_cts_at_ns) {

@@ -92,9 +92,7 @@ void mlxdist_group_destroy(mlxdist_group *group) {
   struct engine *engine = group->engine;
   bool is_world = group->id == 0;
   if (is_world) progress_stop(engine);
-  engine_lock(engine);
-  engine->groups[group->id] = 0;
-  engine_unlock(engine);
+  engine_remove_group(engine, group);
   group_free(group);
   if (!is_world) return;
   group_free(engine->stream_lane);

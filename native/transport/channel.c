@@ -1,6 +1,7 @@
 #include "channel.h"
 
 #include "acknowledgement.h"
+#include "credit.h"
 #include "debug.h"
 #include "error.h"
 #include "queue_pair.h"
@@ -27,6 +28,7 @@ int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t 
   const struct link *link = &endpoint->links[index / 2];
   enum wire_channel kind = index % 2;
   uint32_t slots = slots_of(transport->options, kind), slot_bytes = slot_bytes_of(transport->options, kind);
+  uint32_t reserve = kind == WIRE_EAGER ? CHANNEL_CONTROL_SLOTS : 0;
   /* Control buffers stand before the slots: where frames count, what is behind them makes them as long as a slot. */
   char *send_slots = memory + (size_t)control_buffers(kind) * CHANNEL_EAGER_BYTES;
   *channel = (struct channel){.transport = transport,
@@ -38,21 +40,23 @@ int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t 
                               .index = index,
                               .slot_bytes = slot_bytes,
                               .slots = slots,
-                              .reserve = kind == WIRE_EAGER ? CHANNEL_CONTROL_SLOTS : 0,
+                              .reserve = reserve,
                               .control = memory,
                               .send_slots = send_slots,
                               .receive_slots = send_slots + (uint64_t)slots * slot_bytes,
+                              .sent = WIRE_START,
+                              .acked = WIRE_START,
+                              .credit = WIRE_START + slots - reserve, /* the peer has as many: its address says so */
+                              .received = WIRE_START,
+                              .ack_share = (slots - reserve) / 2 > 0 ? (slots - reserve) / 2 : 1,
+                              .nak_sent_for = WIRE_START - 1,
+                              .seen_acked = WIRE_START,
+                              .seen_received = WIRE_START,
                               .kept = calloc(slots, sizeof(struct kept_message)),
                               .recv_descs = calloc(slots, sizeof(struct recv_desc))};
-  channel->sent = channel->acked = channel->received = WIRE_START;
-  channel->seen_acked = channel->seen_received = WIRE_START;
-  channel->nak_sent_for = WIRE_START - 1;
-  channel->ack_share = (slots - channel->reserve) / 2 > 0 ? (slots - channel->reserve) / 2 : 1;
   endpoint->acks[index / 2].ack[kind] = endpoint->last_sent[index / 2].ack[kind] = WIRE_START;
   if (!channel->recv_descs || !channel->kept)
     return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", endpoint->rank);
-  /* The peer has as many slots (its address says so). */
-  channel->credit = WIRE_START + slots - channel->reserve;
   for (uint32_t slot = 0; slot < slots; slot++) {
     char *bytes = channel->receive_slots + (uint64_t)slot * slot_bytes;
     channel->recv_descs[slot] = (struct recv_desc){.channel = channel, .bytes = bytes, .posted = true};
@@ -61,19 +65,17 @@ int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t 
 }
 
 void channel_destroy(struct channel *channel) {
-  if (channel->qp) device_destroy_qp(channel->device, channel->qp);
+  (void)queue_pair_destroy(channel);
   free(channel->recv_descs);
   free(channel->kept);
   *channel = (struct channel){0};
 }
 
 int channel_reopen(struct channel *channel, uint32_t epoch) {
-  int error = device_destroy_qp(channel->device, channel->qp);
-  channel->qp = 0;
+  int error = queue_pair_destroy(channel);
   if (error) return queue_pair_fail(channel, "destroy_qp", error);
   count(&channel->transport->counters->receives_posted, (uint64_t)-(int64_t)channel->outstanding);
-  channel->outstanding = 0;
-  channel->endpoint->acks[channel_link(channel)].credits[channel_kind(channel)] = 0;
+  credit_reset(channel);
   channel->completed = channel->requests;
   channel->connected = channel->answered = channel->open = false;
   channel->epoch = epoch;
@@ -141,6 +143,19 @@ bool channel_references(const struct channel *channel, const char *data, uint64_
   return !channel_is_clear(channel);
 }
 
+/* The message in the next slot has left. */
+static inline void advance(struct channel *channel) {
+  channel->sent++;
+  channel->send_slot = channel->send_slot + 1 == channel->slots ? 0 : channel->send_slot + 1;
+}
+
+int channel_send_written(struct channel *channel, uint32_t length) {
+  channel->kept[channel->send_slot] = (struct kept_message){.length = length};
+  int status = channel_post_slot(channel, channel->send_slot, false);
+  if (!status) advance(channel);
+  return status;
+}
+
 int channel_send(struct channel *channel, const struct outgoing_message *message) {
   uint32_t slot = channel->send_slot;
   char *bytes = channel_send_slot(channel, slot);
@@ -178,7 +193,7 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
         channel->peer, header->sequence - WIRE_START, channel_name(channel), channel_link(channel), message->kind,
         message->place - WIRE_START, message->group, (unsigned long long)message->offset, message->length,
         copies ? "" : ", not copied");
-  channel_advance(channel);
+  advance(channel);
   struct transport_counters *counters = channel->transport->counters;
   count(&counters->header_bytes_sent, before);
   if (message->kind == WIRE_DATA) return MLXDIST_OK;

@@ -109,6 +109,9 @@ int channel_reopen(struct channel* channel, uint32_t epoch);
 
 int channel_send(struct channel* channel, const struct outgoing_message* message);
 
+/* Sends the message that the caller has written into the next slot, all of it. */
+int channel_send_written(struct channel* channel, uint32_t length);
+
 /* Posts what stands in a slot. `again`: it is a retransmission, whose completion has to be known. */
 int channel_post_slot(struct channel* channel, uint32_t slot, bool again);
 
@@ -119,11 +122,22 @@ int channel_post_send(struct channel* channel, struct ibv_sge* list, int entries
 /* Where the options ask for checksums: that of a message in two pieces. */
 void channel_seal(char* bytes, uint32_t length, const char* user, uint32_t user_length);
 
-/* The message in the next slot has left. */
-static inline void channel_advance(struct channel* channel) {
-  channel->sent++;
-  channel->send_slot = channel->send_slot + 1 == channel->slots ? 0 : channel->send_slot + 1;
+/* This work request, and all before it, have left the send queue. */
+static inline void channel_complete(struct channel* channel, uint32_t request) { channel->completed = request; }
+
+/* What stands between a new queue pair and its first message, on this side and on the peer's. */
+static inline void channel_mark_connected(struct channel* channel) { channel->connected = true; }
+static inline void channel_mark_answered(struct channel* channel) { channel->answered = true; }
+/* Whether messages may leave from now on: both sides are ready. */
+static inline bool channel_open(struct channel* channel) {
+  channel->open = channel->connected && channel->answered;
+  return channel->open;
 }
+/* Nothing leaves any more. */
+static inline void channel_shut(struct channel* channel) { channel->open = false; }
+
+/* The port is looked at before the next message. */
+static inline void channel_mark_idle(struct channel* channel) { channel->idle = true; }
 
 /* The slot of the first message that is not acknowledged; where all are, of the next one. */
 uint32_t channel_oldest_slot(const struct channel* channel);

@@ -28,6 +28,14 @@ static inline void channel_on_ack(struct channel* channel, uint32_t received, ui
   if (wire_at_least(credit, channel->credit)) channel->credit = credit;
 }
 
+/* The first message that is not acknowledged has left by another link: nothing is to come for it here. */
+static inline void channel_forget_oldest(struct channel* channel) { channel->acked++; }
+
+/* One receive may be taken: until the peer has said more nothing after `last` leaves. */
+static inline void credit_limit(struct channel* channel, uint32_t last) {
+  if (wire_at_least(channel->credit, last)) channel->credit = last;
+}
+
 /* A receive more is posted: the peer is to hear of it with the next message, or, if there are many, without one. */
 static inline void credit_add(struct channel* channel) {
   struct endpoint* endpoint = channel->endpoint;
@@ -38,6 +46,12 @@ static inline void credit_add(struct channel* channel) {
   endpoint->acks[link].credits[i] = (uint16_t)credits;
   if (channel->received + credits - (last->ack[i] + last->credits[i]) >= channel->ack_share)
     endpoint_mark_ack(endpoint);
+}
+
+/* No receive is posted any more. */
+static inline void credit_reset(struct channel* channel) {
+  channel->outstanding = 0;
+  channel->endpoint->acks[channel_link(channel)].credits[channel_kind(channel)] = 0;
 }
 
 /* A message has taken a receive. */

@@ -74,7 +74,8 @@ int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *a
                                     address->psn[i], endpoint->psn[i]);
     if (!status) status = receive_post_all(channel);
     if (status) return status;
-    channel->answered = channel->open = true; /* nothing is sent before the endpoint is usable */
+    channel_mark_answered(channel);
+    (void)channel_open(channel); /* nothing is sent before the endpoint is usable */
   }
   debug(DEBUG_INFO, "connection", "connected to rank %d by %u queue pairs", endpoint->rank, endpoint->channel_count);
   endpoint->connected = true;

@@ -58,10 +58,8 @@ static int forward(const struct channel *dead, uint32_t slot, struct channel *al
   header->sequence = alive->sent + 1;
   header->flags |= WIRE_FAILOVER;
   (void)piggyback_acks(alive->endpoint, header); /* it has room for all links already */
-  alive->kept[alive->send_slot] = (struct kept_message){.length = from->length + from->user_length};
-  int status = channel_post_slot(alive, alive->send_slot, false);
+  int status = channel_send_written(alive, from->length + from->user_length);
   if (status) return status;
-  channel_advance(alive);
   count(&alive->transport->counters->retransmissions, 1);
   return MLXDIST_OK;
 }
@@ -70,7 +68,7 @@ static int forward_all(struct channel *dead, struct channel *alive) {
   int status = MLXDIST_OK;
   while (dead->acked != dead->sent && !status && channel_can_send(alive, WIRE_ABORT)) {
     status = forward(dead, channel_oldest_slot(dead), alive);
-    dead->acked++;
+    channel_forget_oldest(dead);
   }
   return status;
 }

@@ -1,8 +1,8 @@
 #include "keepalive.h"
 
 #include "acknowledgement.h"
+#include "credit.h"
 #include "debug.h"
-#include "transport.h"
 
 /* A cable that was pulled sooner after a message is noticed by its silence. */
 #define IDLE_NS 1000000000u
@@ -17,11 +17,10 @@ static bool is_due(const struct channel *channel, uint64_t quiet_ns) {
 
 static int send_keepalive(struct channel *channel) {
   bool sent;
-  channel->idle = channel->device->whole_frames;
+  if (channel->device->whole_frames) channel_mark_idle(channel);
   int status = acknowledgement_send(channel, 0, &sent);
   if (status || !sent) return status;
-  uint32_t max = channel->acked + channel->slots - 1;
-  if (!channel->reserve && wire_at_least(channel->credit, max)) channel->credit = max;
+  if (!channel->reserve) credit_limit(channel, channel->acked + channel->slots - 1);
   debug(DEBUG_TRACE, "message", "to rank %d: a keepalive on the %s queue pair %u", channel->peer, channel_name(channel),
         channel_link(channel));
   return MLXDIST_OK;
@@ -34,6 +33,6 @@ int keepalive_tick(struct channel *channel, uint64_t now) {
     return MLXDIST_OK;
   }
   uint64_t quiet_ns = now - channel->quiet_since_ns;
-  if (quiet_ns > IDLE_NS && channel->device->whole_frames) channel->idle = true;
+  if (quiet_ns > IDLE_NS && channel->device->whole_frames) channel_mark_idle(channel);
   return is_due(channel, quiet_ns) ? send_keepalive(channel) : MLXDIST_OK;
 }

@@ -34,7 +34,8 @@ int link_port_down(struct channel *channel) {
   struct endpoint *endpoint = channel->endpoint;
   uint32_t link = channel_link(channel);
   /* No abort may be posted there either. */
-  endpoint->channels[2 * link + WIRE_EAGER].open = endpoint->channels[2 * link + WIRE_BULK].open = false;
+  channel_shut(&endpoint->channels[2 * link + WIRE_EAGER]);
+  channel_shut(&endpoint->channels[2 * link + WIRE_BULK]);
   if (link_other(endpoint, link) < 0)
     return fail(MLXDIST_TRANSPORT,
                 "the port of device %s, by which rank %d reaches rank %d, is down; is the cable "

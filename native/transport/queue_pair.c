@@ -70,6 +70,12 @@ int queue_pair_create(struct channel *channel) {
   return check_depth(channel, &asked, &given);
 }
 
+int queue_pair_destroy(struct channel *channel) {
+  int error = channel->qp ? device_destroy_qp(channel->device, channel->qp) : 0;
+  channel->qp = 0;
+  return error;
+}
+
 /* RC has a few more attributes. What gets no answer is tried again six times, each after 4.096 us * 2^15 = 134 ms: to
  * some drivers 7 is no limit, and a queue pair that never fails is never re-created. What meets no receive is tried for
  * ever: credits rule that out. */

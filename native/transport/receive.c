@@ -31,7 +31,7 @@ int receive_post_all(struct channel *channel) {
   struct wire_acks *last = &channel->endpoint->last_sent[channel_link(channel)];
   uint32_t i = channel_kind(channel);
   int status = MLXDIST_OK;
-  channel->connected = true;
+  channel_mark_connected(channel);
   for (uint32_t slot = 0; slot < channel->slots && !status; slot++)
     if (channel->recv_descs[slot].posted) status = post(channel, slot);
   last->credits[i] = (uint16_t)(channel->received + channel_recv_credits(channel) - last->ack[i]);

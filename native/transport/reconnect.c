@@ -87,8 +87,7 @@ bool reconnect_next(struct endpoint *endpoint, struct reconnect_message *message
 
 /* Both halves are connected, and receives are posted on both. */
 static int resume(struct channel *channel) {
-  if (!channel->connected || !channel->answered) return MLXDIST_OK;
-  channel->open = true;
+  if (!channel_open(channel)) return MLXDIST_OK;
   debug(DEBUG_INFO, "reconnect", "rank %d goes on with rank %d on the new %s queue pair", channel->transport->rank,
         channel->peer, channel_name(channel));
   return channel_retransmit(channel);
@@ -114,7 +113,7 @@ static int receive_reply(struct channel *channel, const struct reconnect_message
     return fail(MLXDIST_TRANSPORT, "rank %d sent rank %d a garbled message of a reconnect", channel->peer,
                 channel->transport->rank);
   channel_on_ack(channel, message->received, message->credits);
-  channel->answered = true;
+  channel_mark_answered(channel);
   return resume(channel);
 }
 

@@ -46,6 +46,9 @@ int reconnect_begin(struct channel* channel, enum ibv_wc_status status);
  * this. Those of both channels of the link are re-created, once until something is acknowledged. */
 int reconnect_silent(struct channel* channel);
 
+/* Something is acknowledged: the queue pair carries. */
+static inline void reconnect_forget(struct channel* channel) { channel->reconnects = 0; }
+
 /* The next message for the side channel, about a queue pair that the peer has not heard of. False: there is none. It is
  * to be sent without the lock, which the side channel must not wait for. */
 bool reconnect_next(struct endpoint* endpoint, struct reconnect_message* message);

@@ -2,6 +2,7 @@
 
 #include "acknowledgement.h"
 #include "debug.h"
+#include "reconnect.h"
 #include "transport.h"
 
 /* A message that was not acknowledged for so long is retransmitted, then after twice the time and so on. Longer than
@@ -38,7 +39,8 @@ bool retransmission_is_due(struct channel *channel, uint64_t now) {
     channel->unacked_since_ns = now;
     channel->rto_ns = RTO_MIN_NS;
     channel->seen_acked = channel->acked;
-    channel->retry_count = channel->reconnects = 0;
+    channel->retry_count = 0;
+    reconnect_forget(channel);
   } else if (now - channel->unacked_since_ns > channel->rto_ns) {
     channel->unacked_since_ns = now;
     if (channel->rto_ns < RTO_MAX_NS) channel->rto_ns *= 2;

@@ -132,7 +132,7 @@ static int complete(struct transport *transport, const struct ibv_wc *wc) {
     return MLXDIST_OK; /* of an earlier one */
   if (wc->status != IBV_WC_SUCCESS) return reconnect_begin(channel, wc->status);
   if (!(wc->wr_id >> 63)) return receive_complete(channel, (uint32_t)wc->wr_id, wc->byte_len);
-  channel->completed = (uint32_t)wc->wr_id;
+  channel_complete(channel, (uint32_t)wc->wr_id);
   return MLXDIST_OK;
 }
 

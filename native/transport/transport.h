@@ -67,6 +67,14 @@ static inline void endpoint_mark_ack(struct endpoint* endpoint) {
   endpoint->transport->ack_pending = true;
 }
 
+/* There is a side channel, or none any more. */
+static inline void transport_set_reconnect(struct transport* transport, bool possible) {
+  transport->can_reconnect = possible;
+}
+
+/* The last operation has ended. */
+static inline void transport_stop_keepalive(struct transport* transport) { transport->keepalive_stopped = true; }
+
 static inline void endpoint_mark_dead(struct endpoint* endpoint, uint32_t link) {
   endpoint->dead_links |= 1u << link;
   endpoint->transport->degraded = true;

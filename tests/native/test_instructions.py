@@ -32,7 +32,7 @@ WORK = {
     "transport/endpoint.h": None,
     "transport/endpoint.c": {"endpoint_flush", "endpoint_tick", "endpoint_is_settled", "retransmit_late"},
     "transport/channel.h": None,
-    "transport/channel.c": {"channel_send", "channel_oldest_slot", "channel_seal"},
+    "transport/channel.c": {"advance", "channel_send", "channel_oldest_slot", "channel_seal"},
     "transport/receive.h": None,
     "transport/receive.c": {
         "message_bytes", "is_damaged", "is_garbled", "fail_garbled", "process_acks", "discard",
