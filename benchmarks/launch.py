@@ -24,8 +24,8 @@ from pathlib import Path
 import click
 from rich.progress import track
 
+from mlxdist.tools.bench.benchmark import repeats_option
 from mlxdist.tools.bench.results import Target, print_targets, results_console, table_of
-from mlxdist.tools.bench.runner import repeats_option
 
 MANY_SECONDS, MORE_SECONDS, AS_FAST = 5.0, 0.25, 1.0
 SECONDS = 120  # after which a job does not end any more

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,15 @@ import numpy as np
 from engine import engine_work
 
 import mlxdist
+from mlxdist.tools.bench.bandwidth import bandwidths
 from mlxdist.tools.bench.mlx_groups import mlx_group
 from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy, storage
-from mlxdist.tools.bench.rank import time_case
-from mlxdist.tools.bench.timing import Work, interleave
-from mlxdist.tools.bench.workloads import OURS, bandwidths
+from mlxdist.tools.bench.timing import Work
+from mlxdist.tools.bench.workload import OURS, Workload
 
 
-class Memory:
+class Memory(Workload):
     """One case: one operation, then the registered memory of all slabs of the rank that has most."""
-
-    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
-        self.world = world
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         mlxdist.all_sum(np.ones(1 << 20, np.float32), group=self.world)
@@ -78,13 +74,12 @@ class Gloo:
         self._process.wait(60)
 
 
-class Peers:
-    """Cases: operation, dtype, bytes, chain ("all_reduce", called from C, has none). Parameters: backends, repeats,
+class Peers(Workload):
+    """Cases: operation, dtype, bytes, chain ("all_reduce", called from C, has none). Parameters: backends,
     gloo (its Python, or None), gloo_port, mpi4py (the directory with its packages, or None)."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
-        self.world = world
-        self.take = partial(interleave, repeats=parameters["repeats"])
+        super().__init__(world, parameters)
         self.groups = {name: mlx_group(name, world) for name in parameters["backends"]}
         self.gloo = Gloo(parameters["gloo"], parameters["gloo_port"], world) if parameters["gloo"] else None
         self.mpi4py = _mpi4py(parameters["mpi4py"], world) if parameters["mpi4py"] else None
@@ -92,7 +87,7 @@ class Peers:
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         works = self._works(case)
         # Means: a peer that is done with a call here may still be at it on the other rank.
-        results = time_case(self.world, case, works, self.take, moved=case["bytes"], means=True)
+        results = self.time(case, works, moved=case["bytes"], means=True)
         return [result | bandwidths(result, self.world.size(), "all_sum") for result in results]
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxdist.base import tables
 from mlxdist.tools.bench.results import Target, find
-from mlxdist.tools.bench.sizes import format_size
 
 KIB, MIB = 1 << 10, 1 << 20
 CHAIN = 50
@@ -50,7 +50,7 @@ def targets(results: dict[str, Any]) -> list[Target]:
         table += [Target.slower(name, row, OURS, [peer], bound) for peer, bound in peers.items()]
     for size, (limit, bound) in ENGINE.items():
         row = find(results, operation="all_reduce", bytes=size)
-        table.append(_within(f"C level: all_reduce {format_size(size)}", row, limit, bound))
+        table.append(_within(f"C level: all_reduce {tables.size(size)}", row, limit, bound))
     slabs = results["setup"].get("slab_bytes")
     table.append(Target(f"slab memory per rank, {SLAB_RANKS} ranks", "16 MiB or less", slabs and slabs / MIB, 16))
     for ranks, bound in OVERSUBSCRIBED_US.items():

@@ -30,9 +30,10 @@ from verbs_instructions import Counter, Work
 
 import mlxdist
 from mlxdist.tools.bench.bandwidth import algorithm_bandwidth
+from mlxdist.tools.bench.benchmark import finish, repeats_option
 from mlxdist.tools.bench.machine import describe_command, describe_machine
-from mlxdist.tools.bench.results import Result, Target, by_case, case_name, comparison_table, table_of
-from mlxdist.tools.bench.runner import Report, Runner, finish, repeats_option
+from mlxdist.tools.bench.results import Comparison, Result, Target, by_case, case_name, table_of
+from mlxdist.tools.bench.runner import Runner
 from mlxdist.tools.bench.timing import ForeignLoad, quantiles
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
@@ -178,7 +179,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         "perftest hung": lambda row: str(row[PERFTEST]["hung"]),
         "retransmitted": lambda row: str(row[OURS]["retransmissions"]),
     }
-    console.print(comparison_table(results, "one message, UC", console, more=more))
+    Comparison(lambda results: "one message, UC", columns=more)(results, console)
     if "work" in results["cases"][0]:
         console.print(work_table(results["cases"]))
 
@@ -201,7 +202,7 @@ def main(repeats: int, output: Path | None) -> None:
     job = {"rows": [found], "absent": [], "foreign_cpu_share": foreign.share()}
     results = Runner("verbs", repeats=repeats).results([job], [result["case"] for result in found[::2]], setup)
     results["targets"] = [target.judged() for target in targets(found)]
-    finish(Report(results, show), False, output)
+    finish(results, show, False, output)
 
 
 if __name__ == "__main__":

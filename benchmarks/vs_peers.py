@@ -23,9 +23,10 @@ import targets
 from rich.console import Console
 
 from mlxdist.launch.backends import free_ports
+from mlxdist.tools.bench.benchmark import finish, repeats_option
 from mlxdist.tools.bench.machine import describe_command
-from mlxdist.tools.bench.results import comparison_table
-from mlxdist.tools.bench.runner import Report, Runner, finish, repeats_option, require_package, without_missing_mpi
+from mlxdist.tools.bench.results import Comparison, Results
+from mlxdist.tools.bench.runner import Runner, require_package, without_missing_mpi
 from mlxdist.tools.bench.sizes import names_of, size_range
 
 HERE = Path(__file__).parent
@@ -67,12 +68,12 @@ def main(
         title = f"all_sum of float32 through MLX, 2 ranks, {results['setup']['provider']}; up to 64 KiB in chains of 50"
         draw_operation(curve, title, path)
 
-    finish(Report(results, _show, {plot: draw}), False, output)
+    finish(results, _show, False, output, {plot: draw})
 
 
-def _show(results: dict[str, Any], console: Console) -> None:
+def _show(results: Results, console: Console) -> None:
     two = {**results, "cases": [result for result in results["cases"] if "ranks" not in result["case"]]}
-    console.print(comparison_table(two, "2 ranks; all_reduce called from C, without Python", console))
+    Comparison(lambda results: "2 ranks; all_reduce called from C, without Python")(two, console)
     console.print("gloo, if any, has two processes of its own on the same cores, between the others' blocks.")
 
 
@@ -106,18 +107,20 @@ def _curve(largest: int) -> list[dict[str, Any]]:
 
 
 def _measure(backends: list[str], gloo: str | None, mpi4py: str | None, repeats: int, largest: int) -> dict[str, Any]:
-    setup, begin, runner = describe_command(), time.monotonic(), Runner("peers", repeats=repeats)
+    setup, begin = describe_command(), time.monotonic()
+    runner = Runner("peers", repeats=repeats, target=f"{HERE}/peers_rank.py:Peers")
     cases = _curve(largest)
     cases += [case for case in targets.cases(largest) if case not in cases]
     peers = {"gloo": gloo, "gloo_port": free_ports(1)[0], "mpi4py": mpi4py}
-    job = runner.job(f"{HERE}/peers_rank.py:Peers", cases, backends=backends, **peers)
+    job = runner.job(cases, backends=backends, **peers)
     results = runner.results([job], cases, setup)
-    many = Runner("memory", ranks=targets.SLAB_RANKS, repeats=repeats)
-    results["setup"] |= many.job(f"{HERE}/peers_rank.py:Memory", [{}])["rows"][0][0]
+    many = Runner("memory", ranks=targets.SLAB_RANKS, repeats=repeats, target=f"{HERE}/peers_rank.py:Memory")
+    results["setup"] |= many.job([{}])["rows"][0][0]
     for ranks in targets.OVERSUBSCRIBED_US:
         small = {"operation": "all_sum", "dtype": "float32", "bytes": 8 * KIB}
-        crowded = Runner("not pinned", ranks=ranks, repeats=repeats, pinned=False)
-        found = crowded.job("mlxdist.tools.bench.workloads:Collectives", [small], api="engine")
+        target = "mlxdist.tools.bench.collectives:Collectives"
+        crowded = Runner("not pinned", ranks=ranks, repeats=repeats, pinned=False, target=target)
+        found = crowded.job([small], api="engine")
         results["cases"] += [result | {"case": small | {"ranks": ranks}} for result in found["rows"][0]]
     results["setup"]["seconds"] = time.monotonic() - begin
     return results

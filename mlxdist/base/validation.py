@@ -173,7 +173,7 @@ def object_of(checks: Mapping[str, Check] | type) -> Check:
 
 
 def checked(check: Check, default: Any = MISSING) -> Any:
-    """A field of a dataclass that `build` checks with ``check``. Each object has a copy of a dict that is the ``default``."""
+    """A field of a dataclass that `build` checks with ``check``. Each object has its own copy of a default dict."""
     metadata = {"check": check}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)

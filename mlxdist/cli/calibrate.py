@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxdist.base import tuning_file
+from mlxdist.base import tables, tuning_file
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import try_to_open
 from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
-from mlxdist.tools.bench.sizes import SIZE, format_size, names_of
+from mlxdist.tools.bench.sizes import SIZE, names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ def calibrate(
     """
     path = None if dry_run else _prepared(output)
     if smallest > largest:
-        raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
+        raise click.BadParameter(f"{tables.size(smallest)} is more than --max", param_hint="--min")
     # Only now: rich and MLX take half a second to load.
     from mlxdist.tools.bench.results import QUIET_ADVICE, foreign_load, print_results, results_console, table_of
     from mlxdist.tools.bench.runner import Runner, with_ranks
@@ -116,7 +117,8 @@ def calibrate(
     if "experts" in parts:
         # The file that the variable names may be the one that this command is to make.
         variables = {"MLXDIST_TUNING_FILE": "none"}
-        of_experts = runner.run("mlxdist.tools.calibrate.ranks:ExpertLinks", [{}], variables=variables)
+        runner = replace(runner, target="mlxdist.tools.calibrate.ranks:ExpertLinks")
+        of_experts = runner.run([{}], variables=variables)
         (link,) = of_experts["cases"]
         loads["experts"], found["experts"], sections["expert_links"] = of_experts["setup"], link, [link]
         title = f"{link['ranks']} ranks, {link['provider']}: exchanges of experts; plan {link['plan'] * 1e6:.1f} us"

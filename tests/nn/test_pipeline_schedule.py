@@ -64,9 +64,7 @@ def test_memory_that_is_too_small():
     schedule = pipeline_schedule("1f1b", 4, 8)
     schedule.check(activations=2**20, memory=4 * 2**20)
     schedule.check(activations=[2**20, 2**21, 2**20, 2**22], memory=6 * 2**20)
-    with pytest.raises(
-        InvalidArgument, match="rank 0 keeps the activations of 4 .* 4.00 MiB.* 3.00 MiB, 1.00 MiB less"
-    ):
+    with pytest.raises(InvalidArgument, match="rank 0 keeps the activations of 4 .* 4 MiB.* 3 MiB, 1 MiB less"):
         schedule.check(activations=2**20, memory=3 * 2**20)
     with pytest.raises(InvalidArgument, match="activations and memory are bytes"):
         schedule.check(activations=1, memory=[1, 2])

@@ -71,7 +71,7 @@ def test_the_table_folds_layers_and_shows_totals():
     assert lines[0] == "qwen3: tp=2 x ep=1, sharded by model.shard()"
     (queries,) = [line for line in lines if "q_proj" in line]
     assert re.fullmatch(
-        r"model\.layers\.\{0-3\}\.self_attn\.q_proj\.weight +64 x 64 +column, axis 0 +32\.00 KiB +32\.00 KiB", queries
+        r"model\.layers\.\{0-3\}\.self_attn\.q_proj\.weight +64 x 64 +column, axis 0 +32 KiB +32 KiB", queries
     )
     assert re.match(r"in all +\S+ KiB +\S+ KiB +55% of \S+ KiB at most", lines[-1])
     assert len({line.find("full ") for line in lines if " full " in line}) == 1, "columns are aligned"

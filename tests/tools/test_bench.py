@@ -10,12 +10,13 @@ import pytest
 from reference import DTYPES
 
 import mlxdist
+from mlxdist.base import tables
 from mlxdist.runtime.group.tuning import ALGORITHMS
 from mlxdist.tools.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible, least_copies
 from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
 from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy, add, count_wrong, storage
 from mlxdist.tools.bench.runner import _mpi_options
-from mlxdist.tools.bench.sizes import format_size, parse_size, size_range
+from mlxdist.tools.bench.sizes import parse_size, size_range
 from mlxdist.tools.bench.timing import CORES
 
 MIB = 1 << 20
@@ -66,7 +67,7 @@ def test_collectives(api, tmp_path):
     assert (results["setup"]["ranks"], results["setup"]["api"], len(results["cases"])) == (2, api, len(cases))
     for result in cases.values():
         require_result(result, ranks=2)
-        assert result["case"]["operation"] in printed and format_size(result["case"]["bytes"]) in printed
+        assert result["case"]["operation"] in printed and tables.size(result["case"]["bytes"]) in printed
     assert "#wrong" in printed and all(column in printed for column in LIMIT_COLUMNS)
     assert "\x1b" not in printed  # no colours in a pipe
 
@@ -206,7 +207,7 @@ def test_wrong_results_are_counted_before_and_after_the_timed_calls(way):
 
 def test_sizes():
     assert [parse_size(text) for text in ("1", "4KiB", "16mib", "1 GiB")] == [1, 4096, 16 * MIB, 1 << 30]
-    shown = [format_size(size) for size in (1, 1000, 4096, 1536, 16 * MIB)]
+    shown = [tables.size(size) for size in (1, 1000, 4096, 1536, 16 * MIB)]
     assert shown == ["1 B", "1000 B", "4 KiB", "1.5 KiB", "16 MiB"]
     assert size_range(4096, 100_000) == [4096, 16384, 65536]
     for text in ("", "0", "-1", "1.5KiB", "4KB", "9GiB", "1e3", "١"):

@@ -31,8 +31,8 @@ def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1
 
 
 def resolve_stages(name: str, rank_shares: RankShares | None, stages: int) -> Sequence[float] | None:
-    """Resolves ``rank_shares`` as :func:`resolve` does, for the rows of a grid, which are stages of a pipeline: a stage is
-    as fast as its slowest rank."""
+    """Resolves ``rank_shares`` as :func:`resolve` does, for the rows of a grid, which are stages of a pipeline: a
+    stage is as fast as its slowest rank."""
     if not isinstance(rank_shares, str):
         return rank_shares
     found = _measured(f"{name}: rank_shares", rank_shares, f"{stages} numbers, one per stage")

@@ -1,6 +1,7 @@
-"""`mlxdist bench`: one file per benchmark. None of them is a test: the numbers depend on the machine.
+"""`mlxdist bench`: one file per benchmark, with its command and what its ranks measure (`benchmark.Benchmark`).
 
-Each has a command here, which must be cheap to import, and a module ``<name>_rank`` that its ranks run.
+None of them is a test: the numbers depend on the machine. All commands are imported to be listed, so mlx-lm and the
+packages of layers are imported where a rank needs them.
 """
 
 from __future__ import annotations

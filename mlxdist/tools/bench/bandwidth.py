@@ -8,7 +8,18 @@ bandwidth of one rank's link whatever the number of ranks.
 
 from __future__ import annotations
 
-__all__ = ["IN_PLACE", "OPERATIONS", "READ_ONLY", "algorithm_bandwidth", "bus_bandwidth", "impossible", "least_copies"]
+from typing import Any
+
+__all__ = [
+    "IN_PLACE",
+    "OPERATIONS",
+    "READ_ONLY",
+    "algorithm_bandwidth",
+    "bandwidths",
+    "bus_bandwidth",
+    "impossible",
+    "least_copies",
+]
 
 # A plain copy may move three bytes per byte, read, read for ownership and written, where an operation in place moves
 # two; so memory may serve an operation this much faster than a copy of as many bytes.
@@ -37,6 +48,15 @@ def bus_bandwidth(operation: str, ranks: int, size: int, microseconds: float) ->
     """GB/s that a rank's link carried, if ranks sent each other no more than they must."""
     factor, _ = OPERATIONS[operation]
     return factor(ranks) * algorithm_bandwidth(size, microseconds)
+
+
+def bandwidths(result: dict[str, Any], ranks: int, operation: str | None = None) -> dict[str, float | None]:
+    """algbw and busbw of a result; ``operation``: its name in `OPERATIONS`, where that is another one."""
+    size, times = result["case"]["bytes"], result["microseconds"]
+    if not times:
+        return {"algbw": None, "busbw": None}
+    bus = bus_bandwidth(operation or result["case"]["operation"], ranks, size, times["median"])
+    return {"algbw": algorithm_bandwidth(size, times["median"]), "busbw": bus}
 
 
 def least_copies(operation: str, ranks: int) -> float:

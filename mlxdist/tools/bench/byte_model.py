@@ -12,7 +12,7 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .pipelines import make_qwen2
+from .models import make_qwen2
 
 __all__ = ["byte_tokenizer", "save_byte_model", "save_byte_tokenizer"]
 

@@ -4,29 +4,120 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import click
-from rich.console import Console
+import mlx.core as mx
 
-from .results import Target, by_case, case_name, comparison_table
-from .runner import ONE_THREAD, Report, Runner, benchmark
+import mlxdist
+
+from .benchmark import Benchmark
+from .operations import count_off
+from .results import Comparison, Results, Target, by_case, case_name, peak_columns
+from .runner import Runner
 from .sizes import multiples_of, names_of
+from .timing import Work
+from .workload import Workload, evaluated, peak_memory
 
-__all__ = ["cp", "targets"]
+__all__ = ["SequenceShards", "cp", "targets"]
 
 RING, ULYSSES, GATHERED = "ring", "ulysses", "gathered"
 PASSES = ("forward", "training")
 NOT_SLOWER, HALF = 1.0, 0.5
+TOLERANCE = 1e-4  # of the largest element: float32, sums of thousands of terms in another order
 
 
-@benchmark(repeats=5)
+class SequenceShards(Workload):
+    """Cases: operation "forward" or "training", tokens, heads, kv_heads, dims."""
+
+    blocks = {"warm_up": 1, "calls": 1}
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        ways: dict[str, Callable[..., mx.array]] = {
+            RING: partial(mlxdist.nn.ring_attention, mask="causal", group=self.world),
+            GATHERED: partial(_gathered_attention, group=self.world),
+        }
+        if case["kv_heads"] % self.world.size() == 0:
+            ways[ULYSSES] = partial(mlxdist.nn.ulysses_attention, mask="causal", group=self.world)
+        full = _arrays(case)
+        own = self._shards(full)
+        whole = partial(mx.fast.scaled_dot_product_attention, mask="causal")
+        expected = self._shards(_call(whole, case, full)())
+        mx.eval(own, expected)
+        del full
+        works, peaks = {}, {}
+        for name, attention in ways.items():
+            call = _call(attention, case, own)
+            wrong = sum(count_off(one, TOLERANCE, found) for one, found in zip(expected, call()))
+            works[name] = Work(evaluated(call), wrong=wrong, copies=1)
+            peaks[name] = {"peak": peak_memory(self.world, call)}
+        return self.time(case, works, copied=sum(x.nbytes for x in own), more=peaks)
+
+    def _shards(self, arrays: list[mx.array]) -> list[mx.array]:
+        return [mx.contiguous(mlxdist.nn.shard_sequence(x, 2, group=self.world)) for x in arrays]
+
+
+def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list[mx.array]) -> Callable[[], Any]:
+    """The result; for "training" also the gradients of the result times the last of ``arrays``."""
+    *inputs, cotangent = arrays
+    attend = partial(attention, scale=case["dims"] ** -0.5)
+    if case["operation"] == "forward":
+        return lambda: [attend(*inputs)]
+
+    def both() -> list[mx.array]:
+        results, gradients = mx.vjp(lambda q, k, v: attend(q, k, v), inputs, [cotangent])
+        return [*results, *gradients]
+
+    return both
+
+
+def _gathered_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, group: mlxdist.Group) -> mx.array:
+    """One call for each chunk of queries, with the keys up to its end: the last rows of a causal mask."""
+    from mlxdist.nn.context_parallel.sequence import chunk_starts
+
+    keys, values = (mlxdist.nn.gather_sequence(x, 2, group=group) for x in (k, v))
+    results, chunk = [], q.shape[2] // 2
+    for queries, start in zip(mx.split(q, 2, 2), chunk_starts(group.rank(), group.size(), q.shape[2])):
+        seen = [x[:, :, : start + chunk] for x in (keys, values)]
+        results.append(mx.fast.scaled_dot_product_attention(queries, *seen, scale=scale, mask="causal"))
+    return mx.concatenate(results, 2)
+
+
+def _arrays(case: dict[str, Any]) -> list[mx.array]:
+    """q, k, v and a cotangent, of the full sequence, the same on all ranks."""
+    heads = [case["heads"], case["kv_heads"], case["kv_heads"], case["heads"]]
+    keys = [mx.random.key(number) for number in range(len(heads))]
+    return [mx.random.normal((1, n, case["tokens"], case["dims"]), key=key) for n, key in zip(heads, keys)]
+
+
+def targets(results: Results) -> list[Target]:
+    found = []
+    for row in by_case(results):
+        where = case_name(row[RING]["case"])
+        found.append(Target.slower(where, row, RING, [GATHERED], NOT_SLOWER))
+        share = row[RING]["peak"] / row[GATHERED]["peak"]
+        found.append(Target(f"{where}: peak of memory", f"{HALF:g}x {GATHERED} or less", share, HALF))
+    return found
+
+
+@Benchmark(
+    SequenceShards,
+    show=Comparison(
+        lambda results: f"causal attention over a sequence on {results['setup']['ranks']} ranks",
+        RING,
+        (ULYSSES, GATHERED),
+        peak_columns((RING, ULYSSES, GATHERED)),
+    ),
+    targets=targets,
+    repeats=5,
+)
 @click.option("--tokens", type=multiples_of(2), default="8192", show_default=True, help="Of the full sequence.")
 @click.option("--heads", type=click.IntRange(1, 256), default=4, show_default=True, help="Of queries.")
 @click.option("--kv-heads", type=click.IntRange(1, 256), default=2, show_default=True, help="Of keys and values.")
 @click.option("--dims", type=click.IntRange(1, 512), default=64, show_default=True, help="Of a head.")
 @click.option("--pass", "passes", type=names_of(PASSES), default="all", help="forward or training [default: all].")
-def cp(runner: Runner, tokens: list[int], heads: int, kv_heads: int, dims: int, passes: list[str]) -> Report:
+def cp(runner: Runner, tokens: list[int], heads: int, kv_heads: int, dims: int, passes: list[str]) -> Results:
     """Time causal attention over a sharded sequence, in float32 on the CPU, and count its memory.
 
     ring_attention and ulysses_attention; and MLX's attention of this rank's queries to the keys and values of all
@@ -45,32 +136,6 @@ def cp(runner: Runner, tokens: list[int], heads: int, kv_heads: int, dims: int, 
             )
     cases = [
         {"operation": name, "tokens": count, "heads": heads, "kv_heads": kv_heads, "dims": dims}
-        for count in tokens
-        for name in passes
+        for count, name in product(tokens, passes)
     ]
-    target = "mlxdist.tools.bench.sequence_shards:SequenceShards"
-    results = runner.run(target, cases, with_limits=True, variables=ONE_THREAD)
-    results["targets"] = [target.judged() for target in targets(results)]
-    return Report(results, _show)
-
-
-def targets(results: dict[str, Any]) -> list[Target]:
-    found = []
-    for row in by_case(results):
-        where = case_name(row[RING]["case"])
-        found.append(Target.slower(where, row, RING, [GATHERED], NOT_SLOWER))
-        share = row[RING]["peak"] / row[GATHERED]["peak"]
-        found.append(Target(f"{where}: peak of memory", f"{HALF:g}x {GATHERED} or less", share, HALF))
-    return found
-
-
-def _show(results: dict[str, Any], console: Console) -> None:
-    title = f"causal attention over a sequence on {results['setup']['ranks']} ranks"
-    columns: dict[str, Callable[[dict[str, dict[str, Any]]], str]] = {
-        f"{name}: MiB at most": partial(_mib, name) for name in (RING, ULYSSES, GATHERED)
-    }
-    console.print(comparison_table(results, title, console, RING, (ULYSSES, GATHERED), columns))
-
-
-def _mib(name: str, row: dict[str, dict[str, Any]]) -> str:
-    return f"{row[name]['peak'] / (1 << 20):.1f}" if name in row else "-"
+    return runner.run(cases)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .sizes import format_size
+from mlxdist.base import tables
 
 __all__ = ["LIMITS", "LIMIT_COLUMNS", "NARROW", "explain_limits", "limit_cells", "limits_line"]
 
@@ -46,6 +46,6 @@ def limits_line(limits: list[dict[str, Any]]) -> str:
     """For tables of layers, which compute: what `timing.measure_limits` has measured, in one line."""
     parts = []
     for name, words in SHORT.items():
-        there = [f"{format_size(c['bytes'])} {_short(c[name]['median'])}" for c in limits if c[name]]
+        there = [f"{tables.size(c['bytes'])} {_short(c[name]['median'])}" for c in limits if c[name]]
         parts += [f"{', '.join(there)} {words}"] if there else [NO_TRANSFER]
     return f"Limits of this machine in the same run, in microseconds: {'; '.join(parts)}."

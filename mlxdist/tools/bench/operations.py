@@ -19,6 +19,7 @@ __all__ = [
     "Inputs",
     "Lazy",
     "SAME_AS",
+    "TOLERANCE",
     "add",
     "count_off",
     "count_wrong",
@@ -31,6 +32,10 @@ ROOT = 0
 # How many numbers below 32 have a sum that the dtype holds exactly, whatever the order of the additions; any number of
 # ranks in other dtypes.
 _EXACT = {"bfloat16": 256 // 31, "float16": 2048 // 31}
+
+
+# Of the largest element of a layer's output, where the order of additions differs; see `count_off`.
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
 
 
 def storage(dtype: str) -> np.dtype:

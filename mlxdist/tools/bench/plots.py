@@ -14,10 +14,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogFormatter, NullFormatter
 
+from mlxdist.base import tables
+
 from .bandwidth import algorithm_bandwidth
 from .limits import LIMITS
 from .results import case_name, variants_of
-from .sizes import format_size
 
 __all__ = ["curves", "draw_operation", "draw_tokens", "layers"]
 
@@ -113,7 +114,7 @@ def _time_and_bandwidth(pictures: Sequence[Any], results: Results) -> None:
     for axes, value in zip(pictures, (lambda size, time: time, algorithm_bandwidth)):
         for name in variants_of({"cases": results}):
             _curve(axes, name, results, "bytes", value)
-        _finish(axes, sorted({result["case"]["bytes"] for result in results}), format_size)
+        _finish(axes, sorted({result["case"]["bytes"] for result in results}), tables.size)
 
 
 def _curve(

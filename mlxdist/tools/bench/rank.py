@@ -1,12 +1,8 @@
-"""What every rank of a benchmark runs: it makes the class of the benchmark, and hands back the results of each case.
+"""What every rank of a benchmark runs: it makes the `Workload` of the benchmark, and hands back its results.
 
     python -m mlxdist.tools.bench.rank package.module:Class JOB
 
 JOB is {"mark", "cases": [...], "parameters": {...}} as runner.py packs it.
-
-The class is made with the group and the parameters; a call with a case gives its results, on all ranks alike: those of
-`time_case`, and `{"variant", "absent"}` for a variant that cannot do the case. Its `summary`, if any, is part of what
-is said of the run; its `close`, if any, is called at the end.
 """
 
 from __future__ import annotations
@@ -17,79 +13,23 @@ import importlib.metadata
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 import mlxdist
 from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.ssh.rpc_server import claim_streams
 
-from .bandwidth import impossible
-from .limits import LIMITS
 from .machine import describe_machine
-from .timing import ForeignLoad, Work, copy_work, exchange, limit_works, measure_limits, pin, quantiles, slowest
+from .timing import ForeignLoad, exchange, measure_limits, pin
+from .workload import Workload
 
-__all__ = ["main", "peak_memory", "time_case", "total"]
-
-Take = Callable[[Mapping[str, Work], mlxdist.Group], dict[str, np.ndarray]]
-
-
-def time_case(
-    world: mlxdist.Group,
-    case: dict[str, Any],
-    works: Mapping[str, Work],
-    take: Take,
-    *,
-    moved: int = 0,
-    copied: int = 0,
-    means: bool = False,
-) -> list[dict[str, Any]]:
-    """The result of each of the ``works``, as the slowest rank saw it; see results.py.
-
-    Args:
-        take: `timing.interleave` with its numbers.
-        moved: bytes that move between the ranks; both limits of the machine for as many are taken in turn.
-        copied: bytes of which only a copy is taken, for works that compute; see `Work.copies`.
-        means: of blocks, where what one call sends ahead shows in the next.
-    """
-    limits = limit_works(moved, world) if moved else {"memcpy": copy_work(copied)} if copied else {}
-    times = {}
-    for name, samples in take({**works, **limits}, world).items():
-        times[name] = quantiles(slowest(samples.mean(axis=1) if means else samples, world))
-    allowed = {name: times.pop(name, None) for name in (LIMITS if moved else limits)}
-    copy = allowed.get("memcpy")
-    results = []
-    for name, work in works.items():
-        wrong = total(work.wrong(), world)
-        why = f"{wrong} elements of all ranks and calls together are wrong" if wrong else None
-        if work.copies and copy:
-            why = why or impossible(times[name]["median"], copy["min"] * work.copies)
-        # Numbers that cannot be must not be found in a file.
-        found = {"wrong": wrong, "refused": why, "microseconds": None if why else times[name]}
-        results.append({"case": case, "variant": name} | found | allowed)
-    return results
+__all__ = ["main"]
 
 
-def peak_memory(world: mlxdist.Group, call: Callable[[], Any]) -> int:
-    """Bytes that a call needs beyond what is held before, on the rank that needs most."""
-    mx.clear_cache()
-    world.barrier()
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(call())
-    return int(mlxdist.all_max(np.array([mx.get_peak_memory() - held]), group=world)[0])
-
-
-def total(number: int, world: mlxdist.Group) -> int:
-    """Of all ranks."""
-    return int(mlxdist.all_sum(np.array([number], np.int64), group=world)[0])
-
-
-def find(target: str) -> Callable[[mlxdist.Group, dict[str, Any]], Callable[[dict], Iterable[dict]]]:
+def find(target: str) -> type[Workload]:
     module, _, name = target.rpartition(":")
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).parent))
@@ -117,7 +57,7 @@ def main() -> None:
         for case in job["cases"]:
             hand_back(list(measure(case)))
             mx.clear_cache()
-        getattr(measure, "close", lambda: None)()
+        measure.close()
         summary = {
             "ranks": world.size(),
             "provider": f"{world.provider}: {world.provider_reason}",
@@ -130,7 +70,7 @@ def main() -> None:
             "foreign_cpu_share": foreign.share(),
             "absent": [],
         }
-        hand_back(summary | getattr(measure, "summary", {}))
+        hand_back(summary | measure.summary)
 
 
 if __name__ == "__main__":

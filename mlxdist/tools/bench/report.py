@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
+from mlxdist.base import tables
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.base.user_path import UserPath
 
 from .results import comparison, hosts_of, load, notes
 from .runner import require_package
-from .sizes import format_size
 
 __all__ = ["report", "write_report"]
 
@@ -98,7 +98,7 @@ def _setup(setup: dict[str, Any]) -> str:
     for name, value in setup.items():
         if name == "cases":
             sizes = sorted({line["bytes"] for line in value if "bytes" in line})
-            name, value = "sizes", ", ".join(map(format_size, sizes))
+            name, value = "sizes", ", ".join(map(tables.size, sizes))
         text = value if isinstance(value, str) else json.dumps(value, indent=2)
         shown = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
         lines.append(f"<dt>{escape(name)}</dt><dd>{shown}</dd>")

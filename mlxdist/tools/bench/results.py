@@ -10,8 +10,8 @@ machine) where bytes move, and more that the benchmark counts. Two results of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mlxdist.base import tables
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import (
     fields_of,
@@ -34,17 +35,20 @@ from mlxdist.base.validation import (
     text,
 )
 
-from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
-from .sizes import format_size
+from .limits import LIMIT_COLUMNS, LIMITS, explain_limits, limit_cells, limits_line
 
 __all__ = [
     "QUIET_ADVICE",
     "SCHEMA",
+    "Comparison",
+    "Result",
+    "Results",
+    "Row",
+    "Show",
     "Target",
     "by_case",
     "case_name",
     "comparison",
-    "comparison_table",
     "failed",
     "find",
     "foreign_load",
@@ -52,7 +56,7 @@ __all__ = [
     "key",
     "load",
     "notes",
-    "print_comparisons",
+    "peak_columns",
     "print_results",
     "print_targets",
     "results_console",
@@ -73,6 +77,8 @@ _WIDTH, _WIDTH_OF_VARIANT, _WIDTH_OF_COLUMN = 34, 25, 15
 
 Results = dict[str, Any]
 Result = dict[str, Any]
+Row = Mapping[str, Result]  # the results of a case, by variant
+Show = Callable[[Results, Console], None]
 
 
 # The file.
@@ -157,7 +163,7 @@ def case_name(case: dict[str, Any]) -> str:
 
 def _numbered(name: str, value: int) -> str:
     if name == "bytes":
-        return format_size(value)
+        return tables.size(value)
     return f"{value} {name.removesuffix('s') if value == 1 else name}" if name.endswith("s") else f"{name} {value}"
 
 
@@ -222,45 +228,49 @@ def table_of(
     return table
 
 
-def limits_table(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[Result, Sequence[str]]], console: Console
-) -> Table:
-    """A table whose rows end with multiples of the machine's limits."""
-    cells = [[*row, *limit_cells(result)] for result, row in rows]
-    return table_of(title, [*columns, *LIMIT_COLUMNS], cells, padding=(0, int(console.width >= NARROW)))
+@dataclass(frozen=True)
+class Comparison:
+    """Prints `comparison` as a table, without ranges in a narrow terminal.
+
+    Attributes:
+        title: what it says of results.
+        ours, others: as of `comparison`.
+        columns: more of them: what each has for a row, the results of a case by variant; None for all: it is left out.
+        apart: each case, whose variants differ, has a table of its own, and its first variant is ours.
+    """
+
+    title: Callable[[Results], str]
+    ours: str | None = None
+    others: Sequence[str] | None = None
+    columns: Mapping[str, Callable[[Row], str | None]] = field(default_factory=dict)
+    apart: bool = False
+
+    def __call__(self, results: Results, console: Console) -> None:
+        cases = [list(row.values()) for row in by_case(results)] if self.apart else [results["cases"]]
+        for shown in cases:
+            console.print(self._table(results | {"cases": shown}, console))
+
+    def _table(self, results: Results, console: Console) -> Table:
+        columns, rows = comparison(results, self.ours, self.others)
+        found = {title: [say(row) for row in by_case(results)] for title, say in self.columns.items()}
+        more = {title: cells for title, cells in found.items() if any(cell is not None for cell in cells)}
+        names = variants_of(results)
+        narrow = len(columns) - 1 - len(names) - columns.count("GB/s") / 2 + len(more)
+        wide = console.width >= _WIDTH + _WIDTH_OF_VARIANT * len(names) + _WIDTH_OF_COLUMN * narrow
+        if not wide:
+            rows = [[*row[:1], *(cell.partition(" [")[0] for cell in row[1:])] for row in rows]
+        rows = [[*row, *(cells[place] or "" for cells in more.values())] for place, row in enumerate(rows)]
+        title = f"{self.title(results)}; microseconds: median{' [range]' * wide}"
+        return table_of(title, [*columns, *more], rows)
 
 
-def comparison_table(
-    results: Results,
-    title: str,
-    console: Console,
-    ours: str | None = None,
-    others: Sequence[str] | None = None,
-    more: dict[str, Callable[[dict[str, Result]], str]] | None = None,
-) -> Table:
-    """What `comparison` says, and what the functions of ``more`` say of a row; without ranges in a narrow terminal."""
-    columns, rows = comparison(results, ours, others)
-    names, more = variants_of(results), more or {}
-    narrow = len(columns) - 1 - len(names) - columns.count("GB/s") / 2 + len(more)
-    wide = console.width >= _WIDTH + _WIDTH_OF_VARIANT * len(names) + _WIDTH_OF_COLUMN * narrow
-    if not wide:
-        rows = [[*row[:1], *(cell.partition(" [")[0] for cell in row[1:])] for row in rows]
-    rows = [[*cells, *(say(row) for say in more.values())] for cells, row in zip(rows, by_case(results))]
-    return table_of(f"{title}; microseconds: median{' [range]' * wide}", [*columns, *more], rows)
+def peak_columns(variants: Sequence[str]) -> dict[str, Callable[[Row], str]]:
+    """Columns of a `Comparison`: the "peak" of each, in MiB."""
 
+    def column(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name]['peak'] / (1 << 20):.1f}" if name in row else "-"
 
-def print_comparisons(
-    results: Results,
-    console: Console,
-    where: str,
-    more: Callable[[dict[str, Result]], dict[str, Callable[[dict[str, Result]], str]]] = lambda row: {},
-) -> None:
-    """A comparison of its own for each case, whose variants differ: of the first one with the others."""
-    for row in by_case(results):
-        first, *others = row
-        title = f"{row[first]['case']['operation']} on {where}"
-        shown = results | {"cases": list(row.values())}
-        console.print(comparison_table(shown, title, console, first, others, more(row)))
+    return {f"{name}: MiB at most": column(name) for name in variants}
 
 
 def comparison(
@@ -293,7 +303,7 @@ def comparison(
     return columns, rows
 
 
-def print_results(results: Results, show: Callable[[Results, Console], None], console: Console) -> None:
+def print_results(results: Results, show: Show, console: Console) -> None:
     if results["setup"]["limits"]:
         console.print(limits_line(results["setup"]["limits"]))
     show(results, console)

@@ -1,25 +1,22 @@
-"""Runs a benchmark: starts the ranks, shows their progress, and writes, prints and judges what rank 0 hands back.
+"""Runs a benchmark: starts the ranks, shows their progress, and collects what rank 0 hands back.
 
-A benchmark is a list of cases, and a class that measures one of them (`mlxdist.tools.bench.rank`). Both go to the ranks
-as compressed JSON on their command line. Results come back as marked lines of rank 0's standard output; all other
-output of ranks goes to the standard error. The ranks need no common file system.
+A benchmark is a list of cases, and a `Workload` that measures one of them. Both go to the ranks as compressed JSON on
+their command line. Results come back as marked lines of rank 0's standard output; all other output of ranks goes to the
+standard error. The ranks need no common file system.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import importlib.util
 import json
 import os
 import shutil
-import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,22 +27,19 @@ from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.cluster.hostfile.options import HostSelection, host_options
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import host_arguments, run_job
 
 from .machine import describe_command, relevant
-from .results import SCHEMA, failed, print_results, results_console
+from .results import SCHEMA
 
 __all__ = [
+    "LAYERS",
     "ONE_THREAD",
-    "Report",
+    "THIS_MACHINE",
     "Runner",
-    "benchmark",
-    "finish",
     "has_mpirun",
     "progress_bar",
-    "repeats_option",
     "require_package",
     "with_ranks",
     "without_missing_mpi",
@@ -56,42 +50,35 @@ THIS_MACHINE = HostSelection()
 MARK = "mlxdist bench: "  # in front of each result; the launcher puts the rank before it
 # A BLAS with threads of its own would take the other ranks' cores.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"VECLIB_MAXIMUM_THREADS": "1"}
-
-
-@dataclass
-class Report:
-    """What a benchmark has found, and how it is shown.
-
-    Attributes:
-        results: see results.py.
-        show: prints the tables; what `print_results` prints below them comes after.
-        files: what else is written, by path.
-    """
-
-    results: dict[str, Any]
-    show: Callable[[dict[str, Any], Console], None]
-    files: Mapping[Path, Callable[[Path], object]] = field(default_factory=dict)
+LAYERS = {"with_limits": True, "variables": ONE_THREAD}  # parameters of `Runner.run`
 
 
 @dataclass(frozen=True)
 class Runner:
-    """What the user has chosen for a benchmark by the options that all have."""
+    """What the user has chosen for a benchmark by the options that all have.
+
+    Attributes:
+        target: the class that the ranks measure with, "package.module:Class" or "/path/of/script.py:Class".
+        parameters: of `run`, besides those of a call.
+    """
 
     name: str
     selection: HostSelection = THIS_MACHINE
     ranks: int = 2
     repeats: int | None = None
     pinned: bool = True
+    target: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(self, target: str, cases: Sequence[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
+    def run(self, cases: Sequence[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
         """The results of all cases; arguments and errors as of `job`."""
         begin, setup = time.monotonic(), describe_command()
-        jobs = [self.job(target, cases, **parameters)]
+        parameters = {**self.parameters, **parameters}
+        jobs = [self.job(cases, **parameters)]
         return self.results(jobs, cases, setup | {"seconds": time.monotonic() - begin} | parameters)
 
     def job(
         self,
-        target: str,
         cases: Sequence[dict[str, Any]],
         *,
         backends: Sequence[str] = (),
@@ -101,8 +88,7 @@ class Runner:
         """Measures cases between ranks.
 
         Args:
-            target: the class that the ranks measure with, "package.module:Class" or "/path/of/script.py:Class".
-            cases: what it measures, one after the other.
+            cases: what the ranks measure, one after the other.
             backends: of MLX; where "mpi" is among them, mpirun starts the ranks, without which it does not work.
             variables: set for the ranks, besides this process's own.
             parameters: what the class is made with, besides those that all have.
@@ -119,7 +105,7 @@ class Runner:
         job = {"mark": MARK, "cases": list(cases), "parameters": common | parameters}
         # Compressed: Linux takes 128 KiB in one argument, and there may be a thousand cases.
         packed = base64.b64encode(zlib.compress(json.dumps(job).encode())).decode()
-        program = module_command("mlxdist.tools.bench.rank", target, packed, python=self.selection.python)
+        program = module_command("mlxdist.tools.bench.rank", self.target, packed, python=self.selection.python)
         found: list[Any] = []
         has_hosts = self.selection.hostfile is not None
         where = host_arguments(self.selection) if has_hosts else contextlib.nullcontext(["-n", str(self.ranks)])
@@ -211,59 +197,6 @@ def _hosts(selection: HostSelection, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-# Options that benchmarks have in common.
-
-_RANKS = click.option(
-    "-n", "-np", "each", type=click.IntRange(1), help="Number of ranks; with hosts: on each of them.  [default: 2]"
-)
-_OTHERS = (
-    click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not."),
-    click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
-    click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here."),
-)
-
-
-def repeats_option(default: int) -> Callable[[Callable], Callable]:
-    words = "Blocks measured per case."
-    return click.option("--repeats", type=click.IntRange(3, 1000), default=default, show_default=True, help=words)
-
-
-def benchmark(
-    *, repeats: int | None = None, max_ranks: int = MAX_RANKS, two_ranks_here: bool = False
-) -> Callable[[Callable[..., Report]], click.Command]:
-    """Makes a command of a function that gets a `Runner` and its own options, and returns a `Report`.
-
-    Args:
-        repeats: the default of --repeats; None for a benchmark without it.
-        max_ranks: of all hosts together.
-        two_ranks_here: there is no choice of ranks and hosts.
-    """
-
-    def decorate(function: Callable[..., Report]) -> click.Command:
-        @functools.wraps(function)
-        def command(
-            *,
-            selection: HostSelection = THIS_MACHINE,
-            each: int | None = None,
-            repeats: int | None = None,
-            pinned: bool,
-            as_json: bool,
-            output: Path | None,
-            **own: Any,
-        ) -> None:
-            runner = Runner(function.__name__, *with_ranks(selection, each, max_ranks), repeats, pinned)
-            finish(function(runner, **own), as_json, output)
-
-        options: list[Callable[[Callable], Callable]] = [] if two_ranks_here else [_RANKS, host_options]
-        options += [*_OTHERS, *([] if repeats is None else [repeats_option(repeats)])]
-        made: Callable = command
-        for option in reversed(options):
-            made = option(made)
-        return click.command(function.__name__)(made)
-
-    return decorate
-
-
 def with_ranks(selection: HostSelection, each: int | None, most: int = MAX_RANKS) -> tuple[HostSelection, int]:
     """The hosts with their ranks, and how many those are, from what -n says.
 
@@ -276,18 +209,3 @@ def with_ranks(selection: HostSelection, each: int | None, most: int = MAX_RANKS
         number = f"{ranks} rank{'s' * (ranks != 1)} in all"
         raise click.UsageError(f"{number}; this needs 2 to {most}, see -n and --hostfile")
     return selection, ranks
-
-
-def finish(report: Report, as_json: bool, output: Path | None) -> None:
-    """Writes the files, prints JSON or tables, and exits: with status 1 for wrong results and files not written."""
-    text = json.dumps(report.results, indent=2)
-    files = dict(report.files)
-    if output is not None:
-        files[output] = lambda path: path.write_text(text + "\n")
-    # The files first: the reader of the output, as `head`, may have gone.
-    written = [is_written(path, write) for path, write in files.items()]
-    if as_json:
-        click.echo(text)
-    else:
-        print_results(report.results, report.show, results_console())
-    sys.exit(1 if failed(report.results) or not all(written) else 0)

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
+from mlxdist.base import tables
+
 __all__ = [
     "SIZE",
     "SIZES",
     "check_range",
     "check_sizes",
-    "format_size",
     "multiples_of",
     "names_of",
     "parse_size",
@@ -38,13 +39,6 @@ def parse_size(text: str) -> int:
     if not 1 <= size <= LARGEST:
         raise ValueError(f"{text!r} is not a size from 1 to 8GiB; write 4096, 64KiB or 16MiB")
     return size
-
-
-def format_size(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit and size % (unit // 16) == 0:
-            return f"{size / unit:g} {name}"
-    return f"{size} B"
 
 
 def size_range(smallest: int, largest: int) -> list[int]:
@@ -79,7 +73,7 @@ def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: i
             if size % unit:
                 near = [str(found) for found in (size // unit * unit, -(-size // unit) * unit) if found]
                 raise click.BadParameter(
-                    f"{operation} of {dtype} on {ranks} ranks has no size of {format_size(size)}, only multiples of "
+                    f"{operation} of {dtype} on {ranks} ranks has no size of {size} B, only multiples of "
                     f"{unit} B; write {' or '.join(near)}",
                     param_hint="--sizes",
                 )
@@ -89,7 +83,7 @@ def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> 
     """The same for the sizes of `size_range`, which are rounded down: nothing would be left of the smallest."""
     for operation, dtype in cases:
         if smallest < (unit := unit_of(operation, dtype, ranks)):
-            problem = f"{format_size(smallest)} is too little for {operation} of {dtype} on {ranks} ranks"
+            problem = f"{tables.size(smallest)} is too little for {operation} of {dtype} on {ranks} ranks"
             raise click.BadParameter(f"{problem}; write at least {unit}", param_hint="--min")
 
 

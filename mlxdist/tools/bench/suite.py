@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+import mlx.core as mx
+import numpy as np
 
+import mlxdist
 from mlxdist.base.output_file import OUTPUT_FILE
 
+from .bandwidth import IN_PLACE, READ_ONLY, bandwidths, least_copies
+from .benchmark import Benchmark
+from .ep import SHAPES, make_block, route, shard_as_mlx_lm
 from .machine import describe_command
-from .results import comparison_table, hosts_of
-from .runner import ONE_THREAD, Report, Runner, benchmark, has_mpirun, require_package
+from .mlx_groups import mlx_group
+from .operations import CASES, SAME_AS, TOLERANCE, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
+from .results import Comparison, Results, hosts_of
+from .runner import ONE_THREAD, Runner, has_mpirun
 from .sizes import SIZES, check_sizes, names_of, size_range, sized_cases
+from .timing import Work, exchange
+from .workload import OURS, Workload
 
-__all__ = ["plan", "suite"]
+__all__ = ["MEASURED", "Suite", "Way", "collective", "exactly", "plan", "suite"]
 
-BACKENDS = ("mlxdist", "ring", "mpi", "jaccl")
+BACKENDS = (OURS, "ring", "mpi", "jaccl")
 # The dtypes of each, by size; and the tokens of what has layers or rows of tokens.
 SIZED = {
     "sendrecv": ["float32"],
@@ -35,9 +48,366 @@ SMALLEST, LARGEST = 4 << 10, 16 << 20
 QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
+COPY_UP_TO = 64 << 20  # bytes; more is copied no faster
+NO_ALL_TO_ALL = "mx.distributed has no all_to_all"
+TRANSPORT, PIPELINE = SHAPES["qwen3.5-moe"], SHAPES["mixtral"].scaled(None)
+# A decoder layer whose heads can be divided among this many ranks, see tp_layers.py.
+HIDDEN = {2: 1024, 4: 512}
+QUICK_HIDDEN = {2: 256, 4: 512}
+CACHED = 128
+
+# Backends of MLX that can send in one thread and receive in another; MPI has been started without threads.
+BOTH_WAYS = ("ring",)
 
 
-@benchmark()
+class Suite(Workload):
+    """Cases: operation, with dtype and bytes or with tokens. Parameters: backends, device, quick, warm_up,
+    iterations."""
+
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        super().__init__(world, parameters)
+        self.blocks = {"warm_up": parameters["warm_up"], "repeats": parameters["iterations"], "calls": 1}
+        self.device = _device(parameters["device"], world)
+        self.dtype = "float16" if self.device == "gpu" else "float32"
+        self.groups, absent = _made(
+            parameters["backends"], lambda name: world if name == OURS else mlx_group(name, world), world
+        )
+        self.summary = {
+            "device": self.device,
+            "absent": [{"variant": name, "absent": why} for name, why in absent.items()],
+        }
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """A result for each backend that has the operation, and why others do not."""
+        operation, tokens = case["operation"], case.get("tokens", 0)
+        try:
+            if "bytes" in case:
+                return self._operation(case)
+            if operation == "ep_transport":
+                return self._layer(case | {"dtype": "float16"}, ep_transport(tokens, self.world, self.groups))
+            mx.set_default_device(getattr(mx, self.device))
+            if operation == "ep_pipeline":
+                layer = ep_pipeline(tokens, self.world, self.groups, self.dtype)
+            else:
+                phase = operation.removeprefix("tp_")
+                layer = tp_layer(phase, tokens, self.world, self.groups, self.dtype, self.parameters["quick"])
+            return self._layer(case | {"dtype": self.dtype}, layer)
+        except Absent as why:
+            return _absent(case, dict.fromkeys(self.groups, str(why)))
+        finally:
+            mx.set_default_device(mx.cpu)
+
+    def _operation(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        operation, ranks = case["operation"], self.world.size()
+        data = Inputs(case["dtype"], case["bytes"] // storage(case["dtype"]).itemsize, ranks)
+
+        def way(name: str) -> Way:
+            made = (data, self.world, name, self.groups[name])
+            found = sendrecv(*made) if operation == "sendrecv" else collective(operation, *made)
+            if name != OURS:
+                found.call()  # what MLX's backends do not have they may say only now
+                found.after()
+            return found
+
+        ways, absent = _made(list(self.groups), way, self.world)
+        known = SAME_AS.get(operation, operation)  # two messages at once move no fewer bytes than one to and fro
+        results = self._time(case, ways, least_copies(known, ranks), moved=case["bytes"])
+        return [result | bandwidths(result, ranks, known) for result in results] + _absent(case, absent)
+
+    def _layer(self, case: dict[str, Any], layer: Layer) -> list[dict[str, Any]]:
+        copied = max(1, min(layer.read, COPY_UP_TO))
+        moves = case["operation"] == "ep_transport"
+        copies = layer.read / copied / (IN_PLACE if moves else READ_ONLY)
+        results = self._time(case, layer.ways, copies, **{"moved" if moves else "copied": copied})
+        return [result | {"described": layer.described} for result in results] + _absent(case, layer.absent)
+
+    def _time(self, case: dict[str, Any], ways: dict[str, Way], copies: float, **limit: Any) -> list[dict[str, Any]]:
+        return self.time(case, {name: way.work(copies) for name, way in ways.items()}, **limit)
+
+
+def _absent(case: dict[str, Any], why: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"case": case, "variant": name, "absent": text} for name, text in why.items()]
+
+
+def _device(wanted: str, world: mlxdist.Group) -> str:
+    """Where layers compute: on the GPU if every rank has one."""
+    everywhere = all(exchange(mx.is_available(mx.gpu), world))
+    if wanted == "gpu" and not everywhere:
+        raise RuntimeError("--device gpu: not every rank has a GPU that its MLX can use")
+    return "gpu" if everywhere and wanted != "cpu" else "cpu"
+
+
+def _made(names: list[str], make: Callable[[str], Any], world: mlxdist.Group) -> tuple[dict[str, Any], dict[str, str]]:
+    """What ``make`` gives for each backend, and why there is nothing for the others: on all ranks the same."""
+    made, absent = {}, {}
+    for name in names:
+        problem = None
+        try:
+            made[name] = make(name)
+        except Absent as why:
+            problem = str(why)
+        except (RuntimeError, ValueError) as error:
+            problem = f"rank {world.rank()}: {error}"
+        if problem := next(filter(None, exchange(problem, world)), None):
+            made.pop(name, None)
+            absent[name] = problem
+    return made, absent
+
+
+# Operations by mlxdist and by MLX's own backends, each with its data and its check.
+
+
+class Absent(Exception):
+    """A backend does not have an operation; the text says why."""
+
+
+class Way:
+    """One case by one backend.
+
+    Args:
+        start: makes the graph: the result, and what else has to be evaluated, which is not timed. Nothing, on a rank
+            that takes no part.
+        check: the wrong elements of a result.
+    """
+
+    def __init__(self, start: Callable[[], Sequence[mx.array]], check: Callable[[mx.array], int]) -> None:
+        self._start, self._check = start, check
+        self._outputs: Sequence[mx.array] = ()
+        self.wrong = 0
+
+    def call(self) -> None:
+        """What is timed: until the result is there."""
+        self._outputs = self._start()
+        if len(self._outputs) > 1:
+            mx.async_eval(self._outputs[1:])
+        mx.eval(self._outputs[:1])
+
+    def after(self) -> None:
+        """What is not timed: until all is done and checked."""
+        mx.eval(self._outputs)
+        if self._outputs:
+            self.wrong += self._check(self._outputs[0])
+        self._outputs = ()
+
+    def work(self, copies: float) -> Work:
+        return Work(self.call, after=self.after, wrong=lambda: self.wrong, copies=copies)
+
+
+def exactly(expected: np.ndarray, result: mx.array) -> int:
+    """Elements that are not bit for bit what they must be."""
+    return count_wrong(from_mlx(result), expected)
+
+
+def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
+    """``group``: of the backend; not used for mlxdist.
+
+    Raises:
+        Absent: MLX has no such operation.
+    """
+    name = SAME_AS.get(operation, operation)
+    case = CASES[name]
+    x = to_mlx(case.given(data, world.rank()), data.dtype)
+    mx.eval(x)
+    if backend == OURS:
+        function = partial(case.call, x, group=world)
+    elif hasattr(mx.distributed, name):
+        function = partial(getattr(mx.distributed, name), x, group=group)
+    else:
+        raise Absent(f"mx.distributed has no {operation}")
+    return Way(lambda: [function()], partial(exactly, case.expected(data, world.rank())))
+
+
+def sendrecv(data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
+    """Messages of neighbours, 0 with 1, 2 with 3 and so on, both directions at once.
+
+    Raises:
+        Absent: the backend cannot do that.
+    """
+    partner = world.rank() ^ 1
+    if backend != OURS and backend not in BOTH_WAYS:
+        raise Absent(f"MLX's {backend} cannot send and receive at the same time")
+    if partner >= world.size():
+        return Way(list, lambda result: 0)
+    x = to_mlx(data[world.rank()], data.dtype)
+    mx.eval(x)
+    if backend == OURS:
+
+        def start() -> list[mx.array]:
+            return [mlxdist.sendrecv(x, partner, partner, group=world)]
+
+    else:
+        # Two streams, or each would wait for the other's receive before it begins its own.
+        receiving, sending = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
+
+        def start() -> list[mx.array]:
+            received = mx.distributed.recv_like(x, partner, group=group, stream=receiving)
+            return [received, mx.distributed.send(x, partner, group=group, stream=sending)]
+
+    return Way(start, partial(exactly, data[partner]))
+
+
+# Layers: expert and tensor parallelism, by mlxdist and as mlx-lm does it on MLX.
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A case by all backends that have it.
+
+    Attributes:
+        read: of weights or rows, what the busiest rank must have read at least.
+    """
+
+    ways: dict[str, Way]
+    absent: dict[str, str]
+    described: str
+    read: int
+
+
+def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]) -> Layer:
+    """Rows to the owners of their experts and back, weighted and added up, with nothing computed in between."""
+    from mlxdist.nn.expert_parallel import Placement, combine, dispatch
+
+    hidden, experts, top_k = TRANSPORT.hidden_size, TRANSPORT.num_experts, TRANSPORT.num_experts_per_tok
+    data = Inputs("float16", tokens * hidden, world.size())
+    mine = data[world.rank()].reshape(tokens, hidden)
+    x, placement = to_mlx(mine, "float16"), Placement(experts, world.size())
+    selected = np.argsort(np.random.default_rng(world.rank()).random((tokens, experts)), axis=1)[:, :top_k]
+    indices = mx.array(selected.astype(np.int32))
+    scores = mx.full((tokens, top_k), 1 / top_k)  # a power of 2: the sums are exact
+    mx.eval(x, indices, scores)
+
+    def start() -> list[mx.array]:
+        received, _, handle = dispatch(x, indices, placement, group=world)
+        return [combine(received, handle, scores)]
+
+    away = [int((placement.owners[selected] == rank).any(axis=1).sum()) for rank in range(world.size())]
+    away[world.rank()] = 0
+    read = int(mlxdist.all_max(np.array([2 * sum(away) * hidden * 2], np.int64), group=world)[0])
+    described = f"{tokens} tokens of {hidden} each, top {top_k} of {experts}"
+    ways = {OURS: Way(start, partial(exactly, mine))} if OURS in groups else {}
+    return Layer(ways, dict.fromkeys(groups.keys() - {OURS}, NO_ALL_TO_ALL), described, read)
+
+
+def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str) -> Layer:
+    """Router, dispatch, experts, combine: ``tokens`` of each rank; on MLX's backends mlx-lm's sharding, on all tokens.
+
+    Raises:
+        Absent: there is no mlx-lm.
+    """
+    _require_mlx_lm()
+    from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
+
+    shape, ranks, rank = PIPELINE, world.size(), world.rank()
+    mx.random.seed(0)
+    full = make_block(shape, dtype)
+    x = mx.random.normal((tokens * ranks, shape.hidden_size), key=mx.random.key(tokens)).astype(getattr(mx, dtype))
+    expected = full(x)
+    mine = slice(tokens * rank, tokens * (rank + 1))
+    part = x[mine]
+    mx.eval(x, part, expected)
+    ways, absent = {}, {}
+    for name, group in groups.items():
+        if name == OURS:
+            experts = ExpertParallelSwitchGLU.from_switch(
+                full.switch_mlp, group=world, mode="dispatch", tokens="sharded"
+            )
+            mx.eval(experts.parameters())
+            start = partial(_listed, lambda: experts(part, *route(full, part)))
+            ways[name] = Way(start, partial(count_off, expected[mine], TOLERANCE[dtype]))
+            continue
+        try:
+            block = shard_as_mlx_lm(full, shape, group)
+        except ValueError as error:
+            absent[name] = f"mlx-lm cannot shard it: {error}"
+            continue
+        ways[name] = Way(partial(_listed, partial(block, x)), partial(count_off, expected, TOLERANCE[dtype]))
+    each = 3 * shape.hidden_size * shape.moe_intermediate_size * x.itemsize
+    read = len(np.unique(np.array(route(full, x)[0]))) * each // ranks
+    return Layer(ways, absent, f"{tokens} tokens of each rank, {shape.described}", read)
+
+
+def tp_layer(
+    phase: str, tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str, quick: bool
+) -> Layer:
+    """A decoder layer: SplitBlock by mlxdist, mlx-lm's sharded layer on MLX's backends.
+
+    Raises:
+        Absent: there is no mlx-lm, or no size for this many ranks.
+    """
+    _require_mlx_lm()
+    from .models import make_model
+    from .tp_layers import variants
+
+    hidden = (QUICK_HIDDEN if quick else HIDDEN).get(world.size())
+    if hidden is None:
+        raise Absent(f"its heads cannot be divided among {world.size()} ranks, only among 2 or 4")
+    cached = CACHED if phase == "decode" else 0
+    model = make_model("mixtral", hidden, getattr(mx, dtype))
+    calls, expected, weights = variants(model, tokens, cached, world, {n: g for n, g in groups.items() if n != OURS})
+    names = {name: "lazy" if name == OURS else name for name in groups}
+    check = partial(count_off, expected, TOLERANCE[dtype])
+    ways = {name: Way(partial(_listed, calls[known]), check) for name, known in names.items()}
+    length = f"{cached} in the cache" if cached else f"{tokens} tokens"
+    return Layer(ways, {}, f"Mixtral's layer, hidden {hidden}, {length}", weights)
+
+
+def _require_mlx_lm() -> None:
+    if importlib.util.find_spec("mlx_lm") is None:
+        raise Absent("this needs mlx-lm: pip install 'mlxdist[lm]'")
+
+
+def _listed(call: Any) -> list[mx.array]:
+    return [call()]
+
+
+# The command.
+
+
+def plan(only: list[str], sizes: list[int], quick: bool, ranks: int) -> list[dict[str, Any]]:
+    """The cases: operation, dtype and bytes, or operation and tokens."""
+    cases: list[dict[str, Any]] = []
+    for operation in only:
+        if operation in SIZED:
+            cases += sized_cases([(operation, dtype) for dtype in SIZED[operation]], sizes, ranks)
+        else:
+            cases += [{"operation": operation, "tokens": count} for count in TOKENS[operation][: 1 if quick else None]]
+    return cases
+
+
+def _measure(runner: Runner, cases: list[dict[str, Any]], backends: list[str], parameters: dict[str, Any]) -> Results:
+    setup, begin = describe_command(), time.monotonic()
+    jobs, absent = [], []
+    # Open MPI's ranks must be started by mpirun, so it has a job of its own.
+    for names in [name for name in backends if name != "mpi"], [name for name in backends if name == "mpi"]:
+        try:
+            if "mpi" in names and not has_mpirun():
+                raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
+            if names:
+                jobs.append(runner.job(cases, backends=names, variables=ONE_THREAD, **parameters))
+        except click.ClickException as error:
+            if "mpi" not in names or not jobs:
+                raise
+            absent.append({"variant": "mpi", "absent": error.message})
+    device = jobs[0]["device"]
+    results = runner.results(
+        jobs, cases, setup | parameters | {"device": device, "seconds": time.monotonic() - begin, "backends": backends}
+    )
+    results["absent"] += absent
+    return results
+
+
+def _draw(results: Results, path: Path) -> None:
+    from .report import write_report
+
+    write_report(results, path)
+
+
+@Benchmark(
+    Suite,
+    show=Comparison(lambda results: f"{results['setup']['ranks']} ranks on {hosts_of(results)}"),
+    draw=_draw,
+    parameters={},
+)
 @click.option("--only", type=names_of(MEASURED), default="all", metavar="A,B", help=f"Of {', '.join(MEASURED)}.")
 @click.option(
     "--backends",
@@ -49,16 +419,10 @@ QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 @click.option("--sizes", type=SIZES, help="Sizes of operations.  [default: 4KiB to 16MiB, in steps of 4]")
 @click.option("--quick", is_flag=True, help="Two sizes, 5 iterations: to see that it works.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="Where layers compute.")
-@click.option("--html", type=OUTPUT_FILE, help="Write a report with plots here.")
+@click.option("--html", "picture", type=OUTPUT_FILE, help="Write a report with plots here.")
 def suite(
-    runner: Runner,
-    only: list[str],
-    backends: list[str],
-    sizes: list[int] | None,
-    quick: bool,
-    device: str,
-    html: Path | None,
-) -> Report:
+    runner: Runner, only: list[str], backends: list[str], sizes: list[int] | None, quick: bool, device: str
+) -> Results:
     """Time all communication between the ranks, by mlxdist and by MLX's own backends, and check every result.
 
     \b
@@ -75,57 +439,8 @@ def suite(
     """
     if sizes:
         check_sizes(sizes, [(name, dtype) for name in only for dtype in SIZED.get(name, ())], runner.ranks)
-    if html:
-        require_package("matplotlib", "bench")
     cases = plan(only, sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST)), quick, runner.ranks)
     parameters = {"device": device, "quick": quick, "python": platform.python_version()}
     parameters["warm_up"] = QUICK_WARM_UP if quick else WARM_UP
     parameters["iterations"] = QUICK_ITERATIONS if quick else ITERATIONS
-    results = _measure(runner, cases, backends, parameters)
-
-    def write(path: Path) -> None:
-        from .report import write_report
-
-        write_report(results, path)
-
-    return Report(results, _show, {html: write} if html else {})
-
-
-def plan(only: list[str], sizes: list[int], quick: bool, ranks: int) -> list[dict[str, Any]]:
-    """The cases: operation, dtype and bytes, or operation and tokens."""
-    cases: list[dict[str, Any]] = []
-    for operation in only:
-        if operation in SIZED:
-            cases += sized_cases([(operation, dtype) for dtype in SIZED[operation]], sizes, ranks)
-        else:
-            cases += [{"operation": operation, "tokens": count} for count in TOKENS[operation][: 1 if quick else None]]
-    return cases
-
-
-def _measure(
-    runner: Runner, cases: list[dict[str, Any]], backends: list[str], parameters: dict[str, Any]
-) -> dict[str, Any]:
-    setup, begin = describe_command(), time.monotonic()
-    jobs, absent = [], []
-    target = "mlxdist.tools.bench.suite_workload:Suite"
-    # Open MPI's ranks must be started by mpirun, so it has a job of its own.
-    for names in [name for name in backends if name != "mpi"], [name for name in backends if name == "mpi"]:
-        try:
-            if "mpi" in names and not has_mpirun():
-                raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
-            if names:
-                jobs.append(runner.job(target, cases, backends=names, variables=ONE_THREAD, **parameters))
-        except click.ClickException as error:
-            if "mpi" not in names or not jobs:
-                raise
-            absent.append({"variant": "mpi", "absent": error.message})
-    device = jobs[0]["device"]
-    results = runner.results(
-        jobs, cases, setup | parameters | {"device": device, "seconds": time.monotonic() - begin, "backends": backends}
-    )
-    results["absent"] += absent
-    return results
-
-
-def _show(results: dict[str, Any], console: Console) -> None:
-    console.print(comparison_table(results, f"{results['setup']['ranks']} ranks on {hosts_of(results)}", console))
+    return _measure(runner, cases, backends, parameters)

@@ -59,7 +59,8 @@ class Work:
     after: Callable[[], object] = lambda: None  # not timed, after each block
     # Instead of timing the call here: given a number of calls, the microseconds of each.
     elsewhere: Callable[[int], list[float]] | None = None
-    wrong: Callable[[], int] = lambda: 0  # elements of this rank's results that are not what they must be
+    # Elements of this rank's results that are not what they must be: known already, or asked at the end.
+    wrong: int | Callable[[], int] = 0
     # The least time that can be true, as a multiple of that of the copy by all ranks; 0 where none is known.
     copies: float = 0
 

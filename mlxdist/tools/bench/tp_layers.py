@@ -9,43 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen3
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache
 
 import mlxdist
 from mlxdist.nn.split_block.split_block import Positions, SplitBlock
 
-__all__ = ["FAMILIES", "Inputs", "Layer", "layer_bytes", "make_model", "variants"]
+__all__ = ["layer_bytes", "variants"]
 
 CAPACITY = 256  # positions in a cache of mlx-lm before it grows
 Call = Callable[[], mx.array | None]
-
-
-# The module of mlx-lm, and what its arguments are besides those that both have.
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    # Attention and one expert of Mixtral 8x7B: at 4096 32 heads of 128, 8 KV heads, inner size 14336.
-    "mixtral": (llama, {"model_type": "llama", "rms_norm_eps": 1e-5}),
-    # Qwen3 8B: at 4096 32 heads of 128 with norms of their own, 8 KV heads, inner size 12288.
-    "qwen": (qwen3, {"model_type": "qwen3", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}),
-}
-
-
-def make_model(family: str, hidden: int, dtype: mx.Dtype, layers: int = 1, vocabulary: int = 2) -> nn.Module:
-    """Random weights, the same on every rank."""
-    module, own = FAMILIES[family]
-    dim = 128 if hidden >= 1024 else 32
-    heads = hidden // dim
-    arguments = module.ModelArgs(
-        hidden_size=hidden, head_dim=dim, num_attention_heads=heads, num_key_value_heads=max(2, heads // 4),
-        intermediate_size=hidden * 7 // 2 if module is llama else hidden * 3, num_hidden_layers=layers,
-        vocab_size=vocabulary, rope_theta=1e6, tie_word_embeddings=False, **own,
-    )  # fmt: skip
-    mx.random.seed(0)
-    model = module.Model(arguments)
-    model.apply(lambda x: x.astype(dtype))
-    mx.eval(model.parameters())
-    return model
 
 
 def layer_bytes(layer: nn.Module) -> int:

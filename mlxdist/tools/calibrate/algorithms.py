@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import click
 from rich.console import Console
 
+from mlxdist.base import tables
 from mlxdist.cluster.facts.collect import collect_here
 from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, OPERATIONS, TUNED, Row
 
 from ..bench.results import by_case, table_of
 from ..bench.runner import Runner
-from ..bench.sizes import format_size, size_range
+from ..bench.sizes import size_range
 
 __all__ = ["choose", "measure_algorithms", "measured_sizes", "show_algorithms"]
 
@@ -28,8 +30,8 @@ def measure_algorithms(runner: Runner, smallest: int, largest: int) -> dict[str,
     cases = [{"operation": name, "bytes": size} for name in TUNED if name != "barrier" for size in sizes]
     # Both would be mistaken for the built-in choice.
     variables = {"MLXDIST_TUNING_FILE": "none", "MLXDIST_ALGO": "auto"}
-    target = "mlxdist.tools.calibrate.ranks:Algorithms"
-    return runner.run(target, [*cases, {"operation": "barrier"}], variables=variables, with_limits=True)
+    runner = replace(runner, target="mlxdist.tools.calibrate.ranks:Algorithms")
+    return runner.run([*cases, {"operation": "barrier"}], variables=variables, with_limits=True)
 
 
 def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
@@ -43,9 +45,9 @@ def _check_memory(largest: int, ranks: int) -> None:
     memory = collect_here().memory.total
     if memory is not None and (most := memory // (2 * ranks**2)) < largest:
         raise click.BadParameter(
-            f"all_gather of {format_size(largest)} by {ranks} ranks, and its check, takes {ranks} x {ranks} x 2 times "
+            f"all_gather of {tables.size(largest)} by {ranks} ranks, and its check, takes {ranks} x {ranks} x 2 times "
             f"that, and this machine has {memory / (1 << 30):.0f} GiB; "
-            f"write {format_size(1 << (most.bit_length() - 1))} or less, or fewer ranks",
+            f"write {tables.size(1 << (most.bit_length() - 1))} or less, or fewer ranks",
             param_hint="--max",
         )
 
@@ -87,7 +89,7 @@ def show_algorithms(results: dict[str, Any], console: Console, rows: list[Row]) 
         medians = [f"{row[name]['microseconds']['median']:.1f}" if name in row else "" for name in ALGORITHMS]
         best = next(r.algorithm for r in rows if r.operation == case["operation"] and size <= r.bytes)
         default = next(iter(row.values()))["default"]
-        lines.append([case["operation"], format_size(size) if size else "", *medians, default, best])
+        lines.append([case["operation"], tables.size(size) if size else "", *medians, default, best])
     columns = ["operation", "input", *ALGORITHMS, "by default", "in the file"]
     title = f"{results['setup']['ranks']} ranks; microseconds per operation: median"
     console.print(table_of(title, columns, lines))

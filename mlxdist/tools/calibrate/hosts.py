@@ -170,8 +170,9 @@ def measure_hosts(selection: HostSelection, seconds: float) -> tuple[list[HostMe
         # One rank on each host, one pair after the other, each way by itself.
         hostfile = Hostfile(tuple(selection.hosts())).with_one_rank_each().for_mlxdist()
         pairs = [{"source": a, "target": b} for a in range(len(names)) for b in range(len(names)) if a != b]
-        runner = Runner("links", replace(selection, hostfile=hostfile), len(names), pinned=False)
-        job = runner.job("mlxdist.tools.calibrate.ranks:Links", pairs, seconds=seconds / len(pairs))
+        where, target = replace(selection, hostfile=hostfile), "mlxdist.tools.calibrate.ranks:Links"
+        runner = Runner("links", where, len(names), pinned=False, target=target)
+        job = runner.job(pairs, seconds=seconds / len(pairs))
     return judge(names, machines, parts, [link for links in job["rows"] for link in links]), job
 
 

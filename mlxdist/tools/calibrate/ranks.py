@@ -1,4 +1,4 @@
-"""Measurements by the ranks of `mlxdist calibrate`: links, algorithms, exchanges of tokens; see `bench.rank`."""
+"""Measurements by the ranks of `mlxdist calibrate`: links, algorithms, exchanges of tokens; see `bench.workload`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, Row
 from mlxdist.runtime.native import check, ffi, lib
 
 from ..bench.operations import CASES, SAME_AS, Eager, Inputs
-from ..bench.rank import time_case
-from ..bench.timing import Work, copy_work, exchange, interleave
+from ..bench.timing import Work, copy_work, exchange
+from ..bench.workload import Workload
 from .links import MESSAGE_BYTES, measure_link
 
 __all__ = ["Algorithms", "ExpertLinks", "Links"]
@@ -23,11 +23,11 @@ BLOCKS = (3, 50)  # of messages over a link
 COPIES = 3
 
 
-class Links:
+class Links(Workload):
     """Measures links. A case has source and target; ``parameters`` has the seconds for each."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
-        self.world, self.seconds = world, parameters["seconds"]
+        super().__init__(world, parameters)
         self.pairs = Environment.read().topology
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -36,18 +36,14 @@ class Links:
         if self.pairs is not None and (source, target) not in self.pairs:
             return []
         self.world.barrier()
-        found = measure_link(self.world, source, target, self.seconds, BLOCKS)
+        found = measure_link(self.world, source, target, self.parameters["seconds"], BLOCKS)
         if found is not None:
             found["memcpy"] = MESSAGE_BYTES / 1e3 / min(copy_work(MESSAGE_BYTES).block(COPIES))
         return [case | exchange(found, self.world)[target]]
 
 
-class Algorithms:
-    """Measures algorithms. A case has operation and, except for barrier, bytes; ``parameters`` has the repeats."""
-
-    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
-        self.world = world
-        self.take = partial(interleave, repeats=parameters["repeats"])
+class Algorithms(Workload):
+    """Measures algorithms. A case has operation and, except for barrier, bytes."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         """A result for each algorithm of the operation, with the default algorithm."""
@@ -65,8 +61,8 @@ class Algorithms:
             if world.algorithm(operation, size) != algorithm:
                 continue  # the operation does not have it
             wrong = called.try_once() if called else 0
-            works[algorithm] = Work(call, before=partial(self._tune, [row]), wrong=partial(int, wrong))
-        results = time_case(world, case, works, self.take, means=True)
+            works[algorithm] = Work(call, before=partial(self._tune, [row]), wrong=wrong)
+        results = self.time(case, works, means=True)
         self._tune([])
         return [result | {"default": default} for result in results]
 
@@ -76,11 +72,8 @@ class Algorithms:
         check(lib.mlxdist_group_set_tuning(self.world._native, table, len(rows)))
 
 
-class ExpertLinks:
+class ExpertLinks(Workload):
     """Measures exchanges of tokens, by `mlxdist.nn.expert_parallel.policy.calibrate`. Its only case has no fields."""
-
-    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
-        self.world = world
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         link = calibrate(group=self.world)
