@@ -14,7 +14,6 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.tuner.trainer import grad_checkpoint
 
 import mlxdist
 from mlxdist import train
@@ -55,7 +54,7 @@ def training(name: str, method: str, checkpointed: str = "") -> None:
     whole, model = tiny_models.build(name), tiny_models.build(name)
     assert context_parallel(model, group=group, method=method) is model
     if checkpointed:
-        grad_checkpoint(model.layers[0])  # of the class, whose forward pass then runs again in backward
+        tiny_models.checkpoint_layers(model)
     optimizers = [optim.SGD(0.1), optim.SGD(0.1)]
     for step in range(3):
         full = tokens(2, 12 * size + 1, step)

@@ -16,7 +16,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
@@ -199,7 +199,7 @@ def with_sharded_optimizer(name, checkpointed=""):
     mesh = mlxdist.mesh(pp=size // 2, fsdp=2)
     full, model = tiny_models.build(name), tiny_models.build(name)
     if checkpointed:
-        grad_checkpoint(model.layers[0])
+        tiny_models.checkpoint_layers(model)
     pipeline_parallel(model, group=mesh["pp"])
     fully_shard(model, mesh=mesh, stage=1)
     batch = batch_of(8)
@@ -236,9 +236,9 @@ def with_checkpointing(name):
     full, model = tiny_models.build(name), tiny_models.build(name)
     batch = batch_of(8)
     expected = by_reference(full, batch, 4)
-    grad_checkpoint(model.layers[0])
+    tiny_models.checkpoint_layers(model)
     pipeline_parallel(model, group=mesh["pp"])
-    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4, schedule="zero_bubble")
+    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
     compare(model, *step(model, *batch), *expected)
 
 

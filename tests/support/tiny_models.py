@@ -380,6 +380,21 @@ def with_heads(config: Any, heads: int, kv_heads: int) -> Any:
     }
 
 
+def checkpoint_layers(model: nn.Module) -> None:
+    """mlx-lm's grad_checkpoint of the layers of ``model`` alone.
+
+    It replaces a method of their class, which the models of later tests in this process would have, too.
+    """
+    from mlx_lm.tuner.trainer import grad_checkpoint
+
+    kind = type(model.layers[0])
+    own = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    for layer in model.layers:
+        if type(layer) is kind:
+            layer.__class__ = own
+    grad_checkpoint(model.layers[0])
+
+
 def build(name: str, seed: int = 0, heads: tuple[int, int] | None = None, **fields: Any) -> nn.Module:
     """The tiny model of a model file, with random float32 parameters; lazy. `fields` are for its configuration,
     `heads` are the numbers of heads and KV heads, if they are to be others."""
