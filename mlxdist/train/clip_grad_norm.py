@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.models.cuts import cuts
-from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.operations.collectives import all_sum
@@ -58,7 +58,7 @@ def clip_grad_norm(
     squares: dict[tuple[AnyGroup, ...], mx.array] = {}
     stage = stage_of(model)
     for path, gradient in flat:
-        if stage is not None and stage.holders(path)[0] != stage.index:
+        if stage is not None and parameters_of(stage).holders(path)[0] != stage.index:
             continue  # the first stage that holds it counts it
         cut = known.get(path)
         key = () if cut is None else cut.groups

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.context_parallel.context_parallel import is_context_parallel
 from mlxdist.nn.models.cuts import cuts
-from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed, described
 from mlxdist.runtime.group.channel import Channel
 from mlxdist.runtime.group.group import Group
@@ -72,7 +72,8 @@ class Averaging:
         """:meth:`gradients`, once all ranks have the same. ``elements``: of this rank's batch. Collective."""
         equal: dict[str, object] = {}
         stage = stage_of(self.model)
-        shared: dict[Group, dict[str, object]] = {} if stage is None else {group: {} for group in stage.shared_groups}
+        held_by = None if stage is None else parameters_of(stage)
+        shared: dict[Group, dict[str, object]] = {group: {} for group in (held_by.shared_groups if held_by else ())}
         with ExitStack() as stack:
             for group, of_group in [(self.ranks, {}), (self.alike, equal), *shared.items()]:
                 stack.enter_context(agreed(NAME, group, of_group))
@@ -84,7 +85,7 @@ class Averaging:
                 )
             held: Any = tree_flatten(self.model.parameters())
             for path, _ in held:
-                if stage is not None and (holders := stage.group_of(path)) is not None:
+                if held_by is not None and (holders := held_by.group_of(path)) is not None:
                     shared[holders][f"parameter {path}"] = equal[f"parameter {path}"]
         most = agree(NAME, self.everyone, None, {}, [elements]).max()
         self.unit_of_tokens = float(2 ** int(most).bit_length())

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.pipeline_parallel import Stage
+from mlxdist.nn.pipeline_parallel.stage import calls_of, parameters_of
 from mlxdist.runtime.native import bridge
 
 from .gradient_accumulation import MicroBatch
@@ -70,17 +71,18 @@ class LostTerms:
                 a shard, and counts by tokens.
         """
         stage, call = self._stage, lambda: fn(*arguments[0], **arguments[1])
+        calls, held_by = calls_of(stage), parameters_of(stage)
         for chunk, layers in enumerate(stage.chunks):
             part = chunk * stage.stages + stage.index
             hidden = [
-                mx.zeros((*shape, *passed.shape[1:]), passed.dtype) for passed in stage.boundary(part) if layers.start
+                mx.zeros((*shape, *passed.shape[1:]), passed.dtype) for passed in calls.boundary(part) if layers.start
             ]
             is_last = part + 1 == len(stage.stage_plan.ranges)
             if not is_last or self._shards:
                 reached = self._reached(partial(self._loss_alone, call, chunk), hidden)
                 if is_last:
                     _refuse_shards(reached, self._shards)
-                elif lost := [path for path in reached if path == _RECEIVED or not stage.is_in_last_chunk(path)]:
+                elif lost := [path for path in reached if path == _RECEIVED or not held_by.is_in_last_chunk(path)]:
                     raise InvalidArgument(
                         f"{NAME}: the loss depends on '{lost[0]}' of stage {stage.index} not only by what the model "
                         "returns, and the loss of the last stage would go without that term: add it by "
@@ -93,7 +95,7 @@ class LostTerms:
                     "add it to the loss itself"
                 )
             _refuse_shards(reached, self._shards)
-            if twice := [path for path in reached if path != _RETURNED and not stage.counts(path, chunk)]:
+            if twice := [path for path in reached if path != _RETURNED and not held_by.counts(path, chunk)]:
                 raise InvalidArgument(
                     f"{NAME}: a term of stage_loss depends on '{twice[0]}', which another stage counts, too; take "
                     "model.stage.trainable_parameters() in place of model.trainable_parameters()"
@@ -102,13 +104,13 @@ class LostTerms:
     def _loss_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
         """The loss with what the model returns, and what stage_loss adds, as constants."""
         with collecting(is_cut=True), outputs_through(self._model, mx.stop_gradient):
-            value, _ = self._stage.within(call, hidden or None, chunk)
+            value, _ = calls_of(self._stage).within(call, hidden or None, chunk)
         return self._loss_of(value)
 
     def _terms_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
         """The sum of the terms of stage_loss, of which no layer is called."""
         with collecting() as terms:
-            self._stage.shape_of_call(call, chunk)
+            calls_of(self._stage).shape_of_call(call, chunk)
         return sum(terms.sums, mx.zeros(()))
 
     def _reached(self, function: Callable[[list[mx.array]], mx.array], hidden: list[mx.array]) -> list[str]:

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.pipeline_parallel import Schedule, Stage
+from mlxdist.nn.pipeline_parallel.stage import calls_of, parameters_of
 from mlxdist.nn.pipeline_parallel.timeline import Action, Stamps
 from mlxdist.runtime.operations.collectives import all_sum
 
@@ -59,6 +60,7 @@ class PipelineGradients:
 
     def __init__(self, loss: StepLoss, schedule: Schedule, stage: Stage) -> None:
         self._loss, self._schedule, self._stage = loss, schedule, stage
+        self._calls, self._held_by = calls_of(stage), parameters_of(stage)
         self._model, self._messages = loss.averaging.model, StageMessages(stage, schedule)
         self._graphs: dict[Key, _Graph] = {}
         self._sums: dict[int, mx.array] = {}
@@ -69,7 +71,7 @@ class PipelineGradients:
         self._tree, self._micro_batches = tree, micro_batches
         args, kwargs = micro_batches[0]
         with collecting() as terms:
-            value, shape = stage.shape_of_call(lambda: loss.fn(*args, **kwargs))
+            value, shape = self._calls.shape_of_call(lambda: loss.fn(*args, **kwargs))
         loss.weighted(value)  # or InvalidArgument
         self.stage_losses = len(terms.sums)
         loss.is_weighted, loss.values = isinstance(value, tuple), [value] * loss.micro_batches
@@ -80,17 +82,17 @@ class PipelineGradients:
         parameters: Any = tree_flatten(tree)
         self._parameters = list(parameters)
         self._places = [
-            [place for place, (path, _) in enumerate(parameters) if stage.is_in_chunk(path, chunk)]
+            [place for place, (path, _) in enumerate(parameters) if self._held_by.is_in_chunk(path, chunk)]
             for chunk in range(self._schedule.virtual)
         ]
         return list(reversed(range(len(parameters))))
 
     def sums(self) -> dict[int, mx.array]:
-        stage, sums = self._stage, self._sums
-        if stage.stamps is not None:
-            stage.stamps.report()  # of the step before, which has ended by now, or nearly
-        stamps = stage.stamps = Stamps()
-        actions = self._schedule.actions[stage.index]
+        calls, sums = self._calls, self._sums
+        if calls.stamps is not None:
+            calls.stamps.report()  # of the step before, which has ended by now, or nearly
+        stamps = calls.stamps = Stamps()
+        actions = self._schedule.actions[calls.index]
         for action, following in zip(actions, [*actions[1:], None]):
             self._messages.receive(action)
             if following is not None:  # arrives while this one is computed
@@ -101,7 +103,7 @@ class PipelineGradients:
         for place, (path, array) in enumerate(self._parameters):
             if place not in sums:
                 sums[place] = mx.zeros(array.shape, sum_dtype(array.dtype))
-            if (group := stage.group_of(path)) is not None:
+            if (group := self._held_by.group_of(path)) is not None:
                 sums[place] = all_sum(sums[place], group=group, stream=stream)
                 mx.async_eval(sums[place])  # one by one, on all ranks
         return sums
@@ -160,7 +162,7 @@ class PipelineGradients:
             self._model.update(tree_unflatten([(self._parameters[place][0], x) for place, x in zip(places, own)]))
             before = list(hidden.pop().reshape(-1)) if self.stage_losses and not messages.is_first(chunk) else []
             with collecting(before) as terms:
-                value, outputs = stage.within(lambda: loss.call(*arguments), hidden or None, chunk)
+                value, outputs = self._calls.within(lambda: loss.call(*arguments), hidden or None, chunk)
             self._require_stage_losses(len(terms.sums))
             values.append(value)
             if messages.is_last(chunk):

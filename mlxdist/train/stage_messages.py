@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlxdist.nn.pipeline_parallel import Schedule, Stage
 from mlxdist.nn.pipeline_parallel.layers import Boundary, Passed
+from mlxdist.nn.pipeline_parallel.stage import calls_of
 from mlxdist.nn.pipeline_parallel.timeline import Action
 from mlxdist.nn.pipeline_parallel.transfer import GradientTransfer, Transfer
 
@@ -103,12 +104,12 @@ class StageMessages:
     def _recv(self, transfer: Transfer, part: int, step: int, inputs: Arrays | None = None) -> Arrays:
         """What passes between ``part - 1`` and ``part``, or its gradient."""
         peer = (self._stage.index + step) % self._schedule.stages
-        received = transfer.recv(self._stage.boundary(part), *self._shape, peer, inputs=inputs or ())
+        received = transfer.recv(calls_of(self._stage).boundary(part), *self._shape, peer, inputs=inputs or ())
         return [*received, *transfer.recv(self._totals, 1, 1, peer, None, *received[-1:])]
 
     def _send(self, transfer: Transfer, arrays: Arrays, part: int, step: int, inputs: Arrays | None = None) -> None:
         """Sends what :meth:`_recv` receives."""
-        boundary = self._stage.boundary(part)
+        boundary = calls_of(self._stage).boundary(part)
         peer, count = (self._stage.index + step) % self._schedule.stages, len(boundary)
         sent = transfer.send(arrays[:count], peer, boundary, inputs=inputs or ())
         mx.async_eval(sent, transfer.send(arrays[count:], peer, self._totals, None, *sent[-1:]))

@@ -85,6 +85,8 @@ def matrix(every: int) -> None:
             near(layer(*arguments[:2]), y, what, TOLERANCE[name])
             near(layer(*arguments), reference.mixture(y, scores), (*what, "scores"), TOLERANCE[name])
             assert layer.dropped == 0 and layer.last_mode == mode
+            shown = f"rank {rank} of {size}, experts={layer.placement.counts}, mode='{mode}'"
+            assert repr(layer).startswith(f"ExpertParallelSwitchGLU({shown}")
 
 
 @functools.cache

@@ -64,6 +64,8 @@ def models(*names):
         held = [path for path, _ in tree_flatten(model.parameters())]
         everyones = mlxdist.all_sum(np.array([sum(x.nbytes for _, x in tree_flatten(model.parameters()))]))
         plan = model.stage.stage_plan
+        start, stop = plan.ranges[rank]
+        assert repr(model.stage) == f"<mlxdist.nn.Stage {rank} of {size}: layers {start} to {stop - 1}>"
         assert everyones[0] == sum(map(plan.bytes, range(size))), name
         assert len(held) == len(set(held))
         # Caches of other stages' layers hold nothing, and are as long.

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVC
 
 import mlxdist
 from mlxdist.nn.models.split_model import SplitModel
-from mlxdist.nn.split_block.split_block import WINDOW, SplitBlock
+from mlxdist.nn.split_block.split_block import WINDOW, SplitBlock, table_of
 from mlxdist.nn.split_block.submissions import submissions
 
 group = mlxdist.init()
@@ -72,6 +72,7 @@ def compare(name: str, layer: nn.Module, batch: int = 1, tokens: int = 5, steps:
     dtype = layer.input_layernorm.weight.dtype
     width = layer.input_layernorm.weight.size
     block = SplitBlock.from_layer(layer, group=group, **options)
+    assert repr(block).startswith(f"SplitBlock(rank {rank} of {size}, heads={block._shape.heads}, kv_heads=")
     mine, dense = KVCache(), KVCache()
 
     def both(length: int, mask: str | mx.array | None, what: str, cached: bool = True) -> None:
@@ -225,7 +226,7 @@ def models() -> None:
         close(split(prompt[None]), logits, f"{name}: logits", 1e-5)
         found = generated(prompt, split)
         assert found == wanted, f"{name}: {found}, not {wanted}"
-        assert len({id(block.table) for block in split.layers}) == 1
+        assert len({id(table_of(block)) for block in split.layers}) == 1
         mine = sum(x.nbytes for _, x in nn.utils.tree_flatten(split.parameters()))
         assert size == 1 or mine < whole, (mine, whole)
     # A cache that is kept between prompts, and cut back.

@@ -169,6 +169,10 @@ class ExpertParallelSwitchGLU(nn.Module):
         sharding = Sharding.of(switch, placement, group, None if tp_group is None else group_of(tp_group))
         return cls(switch, sharding, options, policy or Policy(LinkCosts.of(group=group)))
 
+    def _extra_repr(self) -> str:
+        group = self._sharding.group
+        return f"rank {group.rank()} of {group.size()}, experts={self.placement.counts}, mode={self.mode!r}"
+
     def to_switch(self) -> nn.Module:
         """The layer of mlx-lm with all experts, on every rank. Collective, and awaited."""
         names = projections(self)

@@ -20,7 +20,7 @@ from ..rank_checks import agree, agreed, described
 from ..split_block.head import InPlaceOf, shard_head
 from ..split_block.probes import boundaries, logits_at
 from ..split_block.shard_layer import require_shardable
-from ..split_block.split_block import SplitBlock, relative_error, settings
+from ..split_block.split_block import SplitBlock, relative_error, settings, table_of
 from ..split_block.submissions import submit_sums
 from .plan import plan_shards
 
@@ -180,7 +180,7 @@ def _into_blocks(
     layers = _list_of_layers(model) or []
     blocks: list[SplitBlock] = []
     for number, layer in enumerate(layers):
-        tables = {id(block.table): block.table for block in blocks}.values()
+        tables = {id(table): table for table in map(table_of, blocks)}.values()
         blocks.append(
             SplitBlock.from_layer(
                 layer,

@@ -1,7 +1,7 @@
 """Pipeline parallelism: models whose layers are spread over ranks, each a stage.
 
 pipeline_parallel.py  pipeline_parallel: makes a model a stage
-stage.py              Stage: what a stage computes, receives and sends
+stage.py              Stage; stage_calls.py: what it computes, receives and sends; stage_parameters.py: who holds which
 layers.py             what passes between the layers of a model, found by calling it
 stage_plan.py         StagePlan, plan_stages: which stage has which layers
 missing_layers.py     modules and caches of layers that another stage holds

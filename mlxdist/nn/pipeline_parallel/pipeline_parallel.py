@@ -13,7 +13,7 @@ from mlxdist.runtime.operations.arguments import group_of
 
 from .layers import Layers, find_layers
 from .missing_layers import drop_layer, drop_parameters
-from .stage import Stage, stage_of
+from .stage import Stage, calls_of, make_stage, stage_of
 from .stage_plan import StagePlan, plan_of_layers, stages_of
 
 __all__ = ["pipeline_parallel"]
@@ -58,7 +58,7 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
     assert stage_plan is not None
     # Compared once, here, so that no message between stages needs a header.
     agree("pipeline_parallel", group, None, {"arrays between layers": layers.taken})
-    stage = Stage(model, layers, stage_plan, group)
+    stage = make_stage(model, layers, stage_plan, group)
     _routed(model, stage, layers)
     _drop_others(model, stage, layers)
     return model
@@ -68,11 +68,12 @@ def _routed(model: Any, stage: Stage, layers: Layers) -> None:
     """Routes the calls of each layer, and those of the model, through the stage."""
 
     def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-        return stage._call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
+        return calls.call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
 
     def call_model(kind: Any, model: nn.Module, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
-        return stage._connected(tokens, *args, **keywords)
+        return calls.connected(tokens, *args, **keywords)
 
+    calls = calls_of(stage)
     numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     for layer in model.layers:
         intercept(layer, __call__=call_layer)

@@ -26,7 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import GroupLike
+from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_sum
 
@@ -36,7 +36,19 @@ from .rotary import RotaryTable, rotate
 from .shard_layer import Shape, shard_layer
 from .submissions import submit, traced
 
-__all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "settings"]
+__all__ = [
+    "WINDOW",
+    "Positions",
+    "SplitBlock",
+    "positions",
+    "positions_of",
+    "relative_error",
+    "reserve",
+    "segments",
+    "settings",
+    "table_of",
+    "without_sums",
+]
 
 WINDOW = 32  # attention of one token reads the cache up to the next multiple of this
 NAME = "SplitBlock.from_layer"
@@ -58,17 +70,26 @@ class SplitBlock(nn.Module):
 
     Parameters are this rank's shards: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
     the layer normalizes its queries and keys, ``qk_norm``. It is for inference: a block has no way back to a layer.
+
+    Attributes:
+        submit: whether each segment is handed to MLX at once; may be set.
     """
 
     def __init__(
-        self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: GroupLike | None, submit: bool
+        self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: Group | None, submit: bool
     ) -> None:
         super().__init__()
         self._shape, self._group = shape, group
-        self.table = table  # of its rotary embedding, for layers that have the same one
+        self._table = table  # of its rotary embedding
         self.submit = submit
         for name, value in parameters.items():
             self[name] = value
+
+    def _extra_repr(self) -> str:
+        shape, group = self._shape, self._group
+        rank = "without sums" if group is None else f"rank {group.rank()} of {group.size()}"
+        heads = f"heads={shape.heads}, kv_heads={shape.kv_heads}, head_dim={shape.head_dim}"
+        return f"{rank}, {heads}, submit={self.submit}"
 
     @classmethod
     def from_layer(
@@ -137,30 +158,14 @@ class SplitBlock(nn.Module):
         """
         if cache is not None and not _is_plain(cache):
             return self._through(x, mask, cache)
-        where = self.positions(x, mask, cache)
+        where = positions_of(self, x, mask, cache)
         if cache is None:
-            return self.segments(x, None, None, where)[0]
-        keys, values = self.reserve(cache, x, where.window)
+            return segments(self, x, None, None, where)[0]
+        keys, values = reserve(self, cache, x, where.window)
         cache.keys = cache.values = None  # this call alone holds them, so that MLX writes into them in place
-        y, cache.keys, cache.values = self.segments(x, keys, values, where)
+        y, cache.keys, cache.values = segments(self, x, keys, values, where)
         cache.offset += x.shape[1]
         return y
-
-    def positions(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
-        """The positions for `segments`: the same for all blocks that share a table and whose caches are equally far."""
-        offset = None if cache is None else cache.offset
-        # An array that is a mask is in the value too, so that its id stays its own.
-        key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
-        return self.table.recent(key, lambda: (positions(self.table, x.shape[1], offset, mask), mask))[0]
-
-    def segments(
-        self, x: mx.array, keys: mx.array | None, values: mx.array | None, where: Positions
-    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """The layer on arrays alone. Inside `mx.compile` a block must have ``submit=False``."""
-        first, _ = _compiled(self._shape)
-        output = [dict(matrix) for matrix in self.output]
-        attention, keys, values = first(x, *self._of_heads(), output, keys, values, *where)
-        return self._second(x, attention), keys, values
 
     def _through(self, h: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
         """The layer with a cache that is more than two buffers: mlx-lm's code reads and writes it, and attends."""
@@ -171,7 +176,7 @@ class SplitBlock(nn.Module):
         attend: Callable[..., mx.array] = scaled_dot_product_attention  # its mask may be "causal"
         heads, output = _compiled_around_attention(self._shape)
         qk, v = heads(h, *self._of_heads())
-        qk = self.table.rope(qk, offset=cache.offset)
+        qk = self._table.rope(qk, offset=cache.offset)
         keys, values = cache.update_and_fetch(qk[:, self._shape.heads :], v)
         y = attend(qk[:, : self._shape.heads], keys, values, cache=cache, scale=self._shape.scale, mask=mask)
         return self._second(h, output(y, [dict(matrix) for matrix in self.output]))
@@ -187,34 +192,59 @@ class SplitBlock(nn.Module):
         h, y = second(x, self._sum(attention), self.post_norm, *matrices)
         return h + self._sum(y)
 
-    def without_sums(self) -> SplitBlock:
-        """A block like this one without its all_sums, to measure what they cost: its result is not the layer's."""
-        return SplitBlock(self._shape, dict(self), self.table, None, self.submit)
-
     def _sum(self, partial: mx.array) -> mx.array:
         total = partial if self._group is None else all_sum(partial, group=self._group)
         if self.submit:
             submit(total)
         return total
 
-    def reserve(self, cache: Any, h: mx.array, window: int = 0) -> tuple[mx.array, mx.array]:
-        """The buffers of a `KVCache`, with room for the tokens of ``h`` and ``window``: it grows by its ``step``."""
-        if not _is_plain(cache):
-            raise InvalidArgument(f"SplitBlock: these segments work with a KVCache, not with a {type(cache).__name__}")
-        batch, length, _ = h.shape
-        heads, dim = self._shape.kv_heads, self._shape.head_dim
-        needed = max(cache.offset + length, window)
-        present = 0 if cache.keys is None else cache.keys.shape[2]
-        if present and cache.keys.shape[:2] != (batch, heads):
-            raise InvalidArgument(
-                f"SplitBlock: the cache is for batch and KV heads of {cache.keys.shape[:2]}, not {(batch, heads)}"
-            )
-        if present >= needed:
-            return cache.keys, cache.values
-        more = mx.zeros((batch, heads, -(-needed // cache.step) * cache.step - present, dim), h.dtype)
-        if not present:
-            return more, mx.zeros_like(more)
-        return mx.concatenate([cache.keys, more], 2), mx.concatenate([cache.values, more], 2)
+
+def positions_of(block: SplitBlock, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
+    """What :func:`segments` takes: the same for all blocks that share a table and whose caches are equally far."""
+    offset = None if cache is None else cache.offset
+    # An array that is a mask is in the value too, so that its id stays its own.
+    key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
+    return block._table.recent(key, lambda: (positions(block._table, x.shape[1], offset, mask), mask))[0]
+
+
+def segments(
+    block: SplitBlock, x: mx.array, keys: mx.array | None, values: mx.array | None, where: Positions
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """What a block computes, on arrays alone. Inside `mx.compile` a block must have ``submit=False``."""
+    first, _ = _compiled(block._shape)
+    output = [dict(matrix) for matrix in block.output]
+    attention, keys, values = first(x, *block._of_heads(), output, keys, values, *where)
+    return block._second(x, attention), keys, values
+
+
+def reserve(block: SplitBlock, cache: Any, h: mx.array, window: int = 0) -> tuple[mx.array, mx.array]:
+    """The buffers of a `KVCache`, with room for the tokens of ``h`` and ``window``: it grows by its ``step``."""
+    if not _is_plain(cache):
+        raise InvalidArgument(f"SplitBlock: these segments work with a KVCache, not with a {type(cache).__name__}")
+    batch, length, _ = h.shape
+    heads, dim = block._shape.kv_heads, block._shape.head_dim
+    needed = max(cache.offset + length, window)
+    present = 0 if cache.keys is None else cache.keys.shape[2]
+    if present and cache.keys.shape[:2] != (batch, heads):
+        raise InvalidArgument(
+            f"SplitBlock: the cache is for batch and KV heads of {cache.keys.shape[:2]}, not {(batch, heads)}"
+        )
+    if present >= needed:
+        return cache.keys, cache.values
+    more = mx.zeros((batch, heads, -(-needed // cache.step) * cache.step - present, dim), h.dtype)
+    if not present:
+        return more, mx.zeros_like(more)
+    return mx.concatenate([cache.keys, more], 2), mx.concatenate([cache.values, more], 2)
+
+
+def without_sums(block: SplitBlock) -> SplitBlock:
+    """A block with every all_sum left out, to measure what they cost: its result is not the layer's."""
+    return SplitBlock(block._shape, dict(block), block._table, None, block.submit)
+
+
+def table_of(block: SplitBlock) -> RotaryTable:
+    """That of its rotary embedding, for ``tables`` of :meth:`SplitBlock.from_layer`."""
+    return block._table
 
 
 def positions(table: RotaryTable, length: int, offset: int | None, mask: mx.array | str | None = None) -> Positions:

@@ -13,7 +13,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache
 
 import mlxdist
-from mlxdist.nn.split_block.split_block import Positions, SplitBlock
+from mlxdist.nn.split_block.split_block import Positions, SplitBlock, positions_of, reserve, segments, without_sums
 
 __all__ = ["layer_bytes", "variants"]
 
@@ -102,13 +102,13 @@ def full_graph(block: SplitBlock) -> Callable[..., mx.array]:
     """A SplitBlock as one compiled function, its two all_sum inside."""
 
     def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: Any) -> tuple[Any, ...]:
-        return block.segments(x, keys, values, Positions(*where))
+        return segments(block, x, keys, values, Positions(*where))
 
     function = mx.compile(pure)
 
     def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
-        where = block.positions(x, mask, cache)
-        return _updated(function, cache, x, *block.reserve(cache, x), *where)
+        where = positions_of(block, x, mask, cache)
+        return _updated(function, cache, x, *reserve(block, cache, x), *where)
 
     return call
 
@@ -185,8 +185,8 @@ def variants(
     lazy = copy.copy(block)
     lazy.submit = False
     layers["split"], layers["lazy"], layers["graph"] = (block, mine), (lazy, mine), (full_graph(lazy), mine)
-    layers["split compute"] = block.without_sums(), mine
-    layers["lazy compute"] = lazy.without_sums(), mine
+    layers["split compute"] = without_sums(block), mine
+    layers["lazy compute"] = without_sums(lazy), mine
     sharded = regrouped(model, None)
     sharded.model.layers = [regrouped(dense, None)]
     sharded.shard(world.mlx)

@@ -15,7 +15,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import WeightFile
 from mlxdist.nn.layout.modules import dtype_name, parameters
-from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 from mlxdist.runtime.group.group import Group
@@ -94,7 +94,8 @@ def put_adapters(
     with agreed("load_sharded", group):
         _put_on(model, config)
         if (stage := stage_of(model)) is not None:
-            weights = {name: full for name, full in weights.items() if stage.index in stage.holders(name)}
+            holders = parameters_of(stage).holders
+            weights = {name: full for name, full in weights.items() if stage.index in holders(name)}
         model.update(tree_unflatten(list(_shards(plan, weights, rank))))
         model.eval()  # without dropout, as mlx-lm loads them
         mx.eval(model.parameters())

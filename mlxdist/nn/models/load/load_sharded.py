@@ -24,7 +24,7 @@ from mlxdist.nn.layout.measured_shares import RankShares
 from mlxdist.nn.layout.modules import parameters
 from mlxdist.nn.models.plan import shard_model
 from mlxdist.nn.pipeline_parallel import StagePlan, pipeline_parallel, plan_stages
-from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
@@ -249,7 +249,7 @@ def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], 
     """Puts this rank's shards into the model, one parameter after the other, from rank 0."""
     stage = stage_of(model)
     rank = group.rank() % plan.ranks
-    rows = {name: stage.holders(name) if stage else [0] for name in plan.shards}
+    rows = {name: parameters_of(stage).holders(name) if stage else [0] for name in plan.shards}
     of_a_row = {name: sum(map(shard.bytes, range(plan.ranks))) for name, shard in plan.shards.items()}
     total = sum(len(rows[name]) * count for name, count in of_a_row.items())
     with _progress("streaming", total, group.rank() == 0) as advance:

@@ -1,0 +1,233 @@
+"""Calls of a model in stages: all of it on all stages together, or this stage alone.
+
+mlx-lm's models compute masks, positions and layer types in the code around their layers. So a stage runs that code
+with all layers in their places: those of other stages hold nothing and do nothing, and what the first of its own
+takes is what the stage before has sent.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.equal_inputs import inputs_of
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.native import bridge
+from mlxdist.runtime.operations.ordering import Order
+
+from .layers import Boundary, Layers, Like, at, with_value
+from .missing_layers import advance
+from .stage_plan import StagePlan
+from .timeline import Stamps
+from .transfer import Transfer
+
+__all__ = ["StageCalls"]
+
+
+class StageCalls:
+    """What this stage computes, receives and sends.
+
+    Attributes:
+        model: in stages.
+        index, stages: this stage, and how many there are.
+        chunks: the layers of this rank, a range for each of its virtual stages.
+        transfer: the messages between stages; None: there is one stage.
+        stamps: of the actions of the last training step, which are measured while they are computed; None: there was
+            no step.
+        chunk: the virtual stage that :meth:`within` and :meth:`shape_of_call` compute; None outside.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
+        self._layers, self._ranges = layers, stage_plan.ranges
+        self.index, self.stages = group.rank(), group.size()
+        self.chunks = [range(*pair) for pair in stage_plan.ranges[self.index :: self.stages]]
+        self.transfer = Transfer.of(group) if self.stages > 1 else None
+        self.model = model
+        self._model = partial(type(model).__call__, model)
+        self._run: _Run | None = None
+        self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
+        self.chunk: int | None = None
+        self.stamps: Stamps | None = None
+        self._calls = 0
+        self._receives, self._sends = Order(Transfer.incoming), Order(Transfer.stream)  # of all calls
+
+    def alone(self, tokens: mx.array, hidden: Sequence[mx.array] | None, cache: Any, chunk: int) -> Any:
+        """See ``Stage.__call__``."""
+        run = self._run_of(chunk, tokens.shape, hidden)
+        if cache is not None and len(self.chunks) > 1:
+            raise InvalidArgument("virtual stages are for training and have no cache")
+        logits = self._called(run, tokens, cache=cache)
+        return logits if self.chunks[chunk].stop == len(self._layers.paths) else run.left
+
+    def within(
+        self, function: Callable[[], Any], hidden: Sequence[mx.array] | None, chunk: int = 0
+    ) -> tuple[Any, list[mx.array]]:
+        """Calls a function in which ``model(tokens, ...)`` is this stage alone, once.
+
+        Returns:
+            What the function returns, which is of use on the last stage: on others the model's result has the shape of
+            the logits and is not to be evaluated. And the arrays that the next stage takes.
+
+        Raises:
+            InvalidArgument: the function does not call the model once.
+        """
+        runs: list[_Run] = []
+
+        def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+            runs.append(self._run_of(chunk, tokens.shape, hidden))
+            return self._called(runs[-1], tokens, *args, **keywords)
+
+        value = self._with_model(call, function, chunk)
+        if len(runs) != 1:
+            raise InvalidArgument(f"what trains a model in stages calls it once, not {len(runs)} times")
+        return value, runs[0].left
+
+    def shape_of_call(self, function: Callable[[], Any], chunk: int = 0) -> tuple[Any, tuple[int, int]]:
+        """What ``function`` returns, not to be evaluated, and the shape of the tokens with which it calls the model.
+
+        No layer is called. ``chunk``: whose parameters ``Stage.trainable_parameters`` are.
+        """
+        shapes: list[Any] = []
+
+        def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+            shapes.append(tokens.shape)
+            return self._called(_Run([], tokens.shape), tokens, *args, **keywords)
+
+        value = self._with_model(call, function, chunk)
+        if len(shapes) != 1 or len(shapes[0]) != 2:
+            raise InvalidArgument(
+                "what trains a model in stages calls it once, with tokens of shape (batch, length), not with "
+                f"{', '.join(map(str, shapes)) or 'none'}"
+            )
+        return value, shapes[0]
+
+    def connected(self, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        """The logits of the full model, on all ranks, which call it with the same arguments: ``model(...)``."""
+        if self._alone is not None:
+            return self._alone(tokens, *args, **keywords)
+        if self.transfer is None:
+            return self._model(tokens, *args, **keywords)
+        inputs = inputs_of(tokens, *args, *keywords.values())
+        run = _ConnectedRun(self, self.transfer, tokens.shape, inputs)
+        logits = self._called(run, tokens, *args, **keywords)
+        if self.index < self.stages - 1:  # these are made of zeros: only their shape is right
+            (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
+        self._calls += 1
+        return self.transfer.broadcast(logits, self.stages - 1, self._calls)
+
+    def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        """What a layer of the model does when the model calls it."""
+        run = self._run
+        arguments: list[Any] = [list(args), keywords]
+        if run is None:
+            return kind.__call__(layer, *args, **keywords)
+        taken = self._layers.taken[number]
+        if number in run.stops:
+            run.leave(number, [at(arguments, passed.at) for passed in taken])
+        if number in run.starts:
+            run.begin(taken, number)
+        if not any(number in chunk for chunk in run.chunks):
+            return self._skip(run, number, arguments)
+        for passed in taken:  # where the model has zeros for what has come from another stage
+            if passed.origin in run.received:
+                arguments = with_value(arguments, passed.at, run.received[passed.origin])
+        return kind.__call__(layer, *arguments[0], **arguments[1])
+
+    def boundary(self, part: int) -> Boundary:
+        """What virtual stage ``part`` of the model takes from the one before."""
+        return self.taken(self._ranges[part][0])
+
+    def taken(self, number: int) -> Boundary:
+        """What layer ``number`` takes."""
+        return self._layers.taken[number]
+
+    def _with_model(self, call: Callable[..., Any], function: Callable[[], Any], chunk: int) -> Any:
+        self._alone, self.chunk = call, chunk
+        try:
+            return function()
+        finally:
+            self._alone = self.chunk = None
+
+    def _run_of(self, chunk: int, shape: Sequence[int], hidden: Sequence[mx.array] | None) -> "_Run":
+        own = self.chunks[chunk]
+        if (hidden is None) != (own.start == 0):
+            raise InvalidArgument("a stage takes what the stage before has returned, and the first takes None")
+        return _Run([own], shape, hidden)
+
+    def _skip(self, run: "_Run", number: int, arguments: list[Any]) -> Any:
+        """In place of a layer of another stage."""
+        batch, length = run.shape
+        if (path := self._layers.caches[number]) is not None:
+            advance(at(arguments, path), batch, length, run.messages)
+        return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
+
+    def _called(self, run: "_Run", tokens: mx.array, *args: Any, **keywords: Any) -> Any:
+        self._run = run
+        try:
+            return self._model(tokens, *args, **keywords)
+        finally:
+            self._run = None
+
+
+class _Run:
+    """One call of the model: which layers this rank computes, and what happens where they begin and end.
+
+    ``messages``: of this call so far.
+    """
+
+    def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
+        self.chunks, self.shape = chunks, shape
+        self.starts = {chunk.start for chunk in chunks if chunk.start}
+        self.stops = {chunk.stop for chunk in chunks}
+        self.messages: list[mx.array] = []
+        self.received: dict[int, mx.array] = {}  # of the chunk that is computed, by origin
+        self.hidden, self.left = list(hidden or ()), list[mx.array]()
+
+    def begin(self, taken: Boundary, number: int) -> None:
+        """Where layer ``number`` is the first of a chunk, and takes that."""
+        self.received = {passed.origin: x for passed, x in zip(taken, self.enter(number), strict=True)}
+
+    def enter(self, number: int) -> list[mx.array]:
+        """What layer ``number``, the first of a chunk, takes."""
+        return self.hidden
+
+    def leave(self, number: int, arrays: list[mx.array]) -> None:
+        """Where layer ``number`` comes after a chunk: what it takes of that."""
+        self.left = arrays
+
+
+class _ConnectedRun(_Run):
+    """One that receives and sends.
+
+    Each message waits for the one before, a receive for those of earlier calls, too, and so does a send: MLX may
+    evaluate several calls together, in an order of its own. A receive does not wait for the send of an earlier call, so
+    that one call arrives while another leaves.
+
+    ``inputs``: of the model, such as tokens that each rank has sampled for itself, which stages compare.
+    """
+
+    def __init__(self, calls: StageCalls, transfer: Transfer, shape: Sequence[int], inputs: Sequence[mx.array]) -> None:
+        super().__init__(calls.chunks, shape)
+        self.calls, self.transfer, self.inputs = calls, transfer, inputs
+        if bridge.traces():  # what is traced must not come into another trace
+            calls._receives, calls._sends = Order(transfer.incoming), Order(transfer.stream)
+
+    def enter(self, number: int) -> list[mx.array]:
+        calls, taken = self.calls, self.calls.taken(number)
+        batch, length = self.shape
+        before = (calls.index - 1) % calls.stages
+        received = self.transfer.recv(
+            taken, batch, length, before, calls._receives, *self.messages[-1:], inputs=self.inputs
+        )
+        self.messages += received
+        return received
+
+    def leave(self, number: int, arrays: list[mx.array]) -> None:
+        calls = self.calls
+        behind = (calls.index + 1) % calls.stages
+        order, to = calls._sends, calls.taken(number)
+        self.messages += self.transfer.send(arrays, behind, to, order, *self.messages[-1:], inputs=self.inputs)

@@ -1,0 +1,64 @@
+"""Which stages hold a parameter of a model, and which of them counts it."""
+
+from mlxdist.runtime.group.group import Group
+
+from .layers import Layers
+from .stage_plan import StagePlan, stages_of
+
+__all__ = ["StageParameters"]
+
+
+class StageParameters:
+    """The parameters of a model in stages, by their paths in the full model. Collective: it makes groups.
+
+    Attributes:
+        shared_groups: the stages that hold the same parameters, in one order on all stages; those with this stage.
+    """
+
+    def __init__(self, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
+        self._layers, self._ranges = layers, stage_plan.ranges
+        self._index, self._stages = group.rank(), group.size()
+        self._chunks = [range(*pair) for pair in stage_plan.ranges[self._index :: self._stages]]
+        self._numbers = {path: number for number, path in enumerate(layers.paths)}
+        holders = {tuple(stages_of(when, self._stages)) for when in layers.outside.values()}
+        shared = sorted(ranks for ranks in holders | {tuple(range(self._stages))} if len(ranks) > 1)
+        groups = {ranks: group.split(0 if self._index in ranks else -1) for ranks in shared}
+        self._shared = {ranks: own for ranks, own in groups.items() if own is not None}
+        self.shared_groups = list(self._shared.values())
+
+    def holders(self, path: str) -> list[int]:
+        """Which stages hold the parameter at ``path``."""
+        if (number := self._layer_of(path)) is not None:
+            return [part % self._stages for part, pair in enumerate(self._ranges) if number in range(*pair)]
+        for module, when in self._layers.outside.items():
+            if path.startswith(f"{module}."):
+                return stages_of(when, self._stages)
+        return list(range(self._stages))
+
+    def group_of(self, path: str) -> Group | None:
+        """The stages that hold the parameter at ``path``, if there are several."""
+        return self._shared.get(tuple(self.holders(path)))
+
+    def counts(self, path: str, chunk: int | None) -> bool:
+        """Whether virtual stage ``chunk`` of this rank, or with ``None`` the rank, counts the parameter at ``path``:
+        one of all does."""
+        if self.holders(path)[0] != self._index or chunk is None:
+            return self.holders(path)[0] == self._index
+        number = self._layer_of(path)
+        return chunk == 0 if number is None else number in self._chunks[chunk]
+
+    def is_in_chunk(self, path: str, chunk: int) -> bool:
+        """Whether a virtual stage of this rank may use the parameter at ``path``: not those of others' layers."""
+        number = self._layer_of(path)
+        return number is None or number in self._chunks[chunk]
+
+    def is_in_last_chunk(self, path: str) -> bool:
+        """Whether the last virtual stage of the model may use the parameter at ``path``."""
+        number, last = self._layer_of(path), range(*self._ranges[-1])
+        return self._stages - 1 in self.holders(path) and (number is None or number in last)
+
+    def _layer_of(self, path: str) -> int | None:
+        """The number of the layer that has the parameter at ``path``; None: it is in no layer."""
+        while path and path not in self._numbers:
+            path = path.rpartition(".")[0]
+        return self._numbers.get(path)
