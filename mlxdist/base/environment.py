@@ -45,7 +45,7 @@ DEBUG_SUBSYSTEMS = (
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QP_TYPES = ("uc", "rc")
-SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # native/providers/soft/device_profile.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # soft/emulation/device_profile.h
 SOFT_TRANSPORTS = ("auto", "shm", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 
@@ -263,7 +263,9 @@ class Environment:
         "transport of the soft provider: auto, shm or tcp", "auto", _one_of(SOFT_TRANSPORTS), "auto"
     )
     inject_faults: str | None = _of_user(
-        "faults of the soft provider, for tests: a list as in native/providers/soft/fault_injection.h", "none", _faults
+        "faults of the soft provider, for tests: a list as in native/providers/soft/emulation/fault_injection.h",
+        "none",
+        _faults,
     )
     tuning_file: str | None = _of_user(
         "rank 0: file of the tuning table, or none", "~/.config/mlxdist/tuning.json", _file

@@ -473,7 +473,7 @@ int mlxdist_group_set_tuning(mlxdist_group* group, const mlxdist_tuning* table, 
 int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);
 
 /* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none"
- * (providers/soft/fault_injection.h); "1:drop=1/1" is for the second link alone. */
+ * (providers/soft/emulation/fault_injection.h); "1:drop=1/1" is for the second link alone. */
 int mlxdist_group_inject_faults(mlxdist_group* group, const char* faults);
 
 enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };

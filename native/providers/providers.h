@@ -3,8 +3,8 @@
 
 #include "../verbs/verbs.h"
 
-/* The software provider: as it is, and as it emulates another device ("apple-tb5" ...: soft/device_profile.h). NULL for
- * any other name. */
+/* The software provider: as it is, and as it emulates another device ("apple-tb5" ...:
+ * soft/emulation/device_profile.h). NULL for any other name. */
 const struct verbs* verbs_soft(void);
 const struct verbs* verbs_soft_profile(const char* name);
 

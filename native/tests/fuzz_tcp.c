@@ -9,6 +9,8 @@
 #define _GNU_SOURCE 1
 #include "tcp_pair.h"
 
+#include "../providers/soft/tcp_handshake.h"
+
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -1,5 +1,6 @@
 /* How peers of other hosts prove that they know the key: the hash, and the greeting that it protects. */
 #include "../providers/soft/tcp.h"
+#include "../providers/soft/tcp_handshake.h"
 #include "check.h"
 
 /* The authors' vectors: key 00 01 ... 0f, message 00 01 ... of n bytes. As OpenSSL computes them, too. */

@@ -1,5 +1,5 @@
-/* The profile apple-odd, and faults that play awkward devices: each does what soft/device_profile.h and
- * soft/fault_injection.h say. */
+/* The profile apple-odd, and faults that play awkward devices: each does what soft/emulation/device_profile.h and
+ * soft/emulation/fault_injection.h say. */
 #define _POSIX_C_SOURCE 200809L
 #include "../providers/soft/soft.h"
 #include "check.h"

@@ -3,6 +3,7 @@
 #include "tcp_pair.h"
 
 #include "../providers/soft/sockets.h"
+#include "../providers/soft/tcp_receive.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

@@ -38,8 +38,8 @@ IMPATIENT = 2
 
 PROFILES = ["ideal", "ideal", "ideal", "rxe", "apple-tb5"]
 
-# What an unreliable connection does, and results are right all the same (soft/fault_injection.h). Damage is seen where
-# messages have checksums.
+# What an unreliable connection does, and results are right all the same (soft/emulation/fault_injection.h). Damage is
+# seen where messages have checksums.
 KNOBS = [
     "drop=1/{chance}", "duplicate=1/{chance}", "truncate=1/{chance}", "drop=1/{chance},duplicate=1/{chance}",
     "drop=1/{chance},truncate=1/{chance},delay=200,jitter=300", "drop_next={few}", "drop_after={some}", "jitter=1000",

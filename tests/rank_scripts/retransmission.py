@@ -1,6 +1,7 @@
 """One rank of test_retransmission.py: every collective over a provider that loses and repeats messages.
 
-Argument: the faults (soft/fault_injection.h). They last until the process ends, so that finalize() meets them, too.
+Argument: the faults (soft/emulation/fault_injection.h). They last until the process ends, so that finalize() meets
+them, too.
 """
 
 import sys

@@ -28,7 +28,7 @@ OPERATIONS = [
 ]  # fmt: skip
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int64", "uint16", "bool", "complex64"]
 # Up to a message, to what may be sent unasked, and more.
-# What an unreliable device does, and results are right all the same (providers/soft/fault_injection.h).
+# What an unreliable device does, and results are right all the same (providers/soft/emulation/fault_injection.h).
 FAULTS = [
     "none", "drop=1/200", "duplicate=1/200", "truncate=1/200", "drop=1/200,duplicate=1/200", "error=1/400",
     "jitter=300",

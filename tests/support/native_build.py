@@ -32,7 +32,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 # The directories of each layer, from the bottom up, as CMakeLists.txt has them. Each sees those above it in this list.
 LAYERS = {
     "verbs": ("verbs",),
-    "providers": ("providers", "providers/soft"),
+    "providers": ("providers", "providers/soft", "providers/soft/emulation"),
     "transport": ("transport",),
     "engine": ("engine",),
     "reduce": ("reduce",),

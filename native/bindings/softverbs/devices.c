@@ -1,6 +1,13 @@
 /* Devices, ports and addresses. */
 #include "provider.h"
 
+#include "../../providers/soft/async.h"
+#include "../../providers/soft/completion_queue.h"
+#include "../../providers/soft/queue_pair.h"
+#include "../../providers/soft/regions.h"
+#include "../../providers/soft/shared_memory_system.h"
+#include "../../providers/soft/work_queue.h"
+
 #include <arpa/inet.h>
 #include <errno.h>
 #include <stdio.h>

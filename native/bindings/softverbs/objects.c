@@ -1,6 +1,8 @@
 /* Protection domains, regions, queues and their events: the provider's functions under the lock of their context. */
 #include "provider.h"
 
+#include "../../providers/soft/async.h"
+
 #include <errno.h>
 #ifdef __linux__
 #include <sys/prctl.h>

@@ -34,7 +34,7 @@ int ibv_get_pkey_index(struct ibv_context* context, uint8_t port, uint16_t pkey)
 int ibv_fork_init(void);
 int ibv_is_fork_initialized(void);
 
-/* Makes the device misbehave: see soft/fault_injection.h for the list. The one name that libibverbs lacks. */
+/* Makes the device misbehave: see soft/emulation/fault_injection.h for the list. The one name that libibverbs lacks. */
 int softverbs_inject(struct ibv_context* context, const char* faults);
 
 /* objects.c */

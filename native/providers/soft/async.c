@@ -4,7 +4,7 @@
  * that was raised; an event that was forgotten leaves its byte, which wakes a reader for nothing.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "soft.h"
+#include "async.h"
 
 #include <errno.h>
 #include <fcntl.h>

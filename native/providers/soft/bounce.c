@@ -6,7 +6,9 @@
  * A piece whose receive has ended is kept for the next one of its size, of any queue pair: pages that were written once
  * cost less than new ones. Those that are kept go back to the arena when it is full, or a queue pair is destroyed.
  */
-#include "soft.h"
+#include "bounce.h"
+
+#include "memory.h"
 
 #include <errno.h>
 #include <stdlib.h>

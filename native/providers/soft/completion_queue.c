@@ -1,7 +1,11 @@
 /* Completion queues. */
-#include "soft.h"
+#include "completion_queue.h"
 
+#include "bounce.h"
+#include "completion.h"
+#include "emulation/idle.h"
 #include "tcp.h"
+#include "work_queue.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -64,55 +68,6 @@ void soft_cq_detach(struct soft_qp *qp) {
   recv_cq->receivers[i] = recv_cq->receivers[--recv_cq->receiver_count];
 }
 
-static bool receive_is_complete(const struct soft_qp *qp, uint64_t position) {
-  if (position >= qp->rq_end) return true; /* flushed */
-  const struct shared_completion *completion = &qp->shared->completions[position & qp->rq_mask];
-  return atomic_load_explicit(&completion->sequence, memory_order_acquire) == position + 1;
-}
-
-static uint64_t count_outstanding(const struct soft_cq *cq) {
-  uint64_t count = cq->send_count;
-  for (unsigned i = 0; i < cq->receiver_count; i++) {
-    const struct soft_qp *qp = cq->receivers[i];
-    for (uint64_t n = qp->rq_head; n < qp->rq_posted && receive_is_complete(qp, n); n++) count++;
-  }
-  return count;
-}
-
-/* A device has nowhere to put the completion: the queue is lost, and all that rely on it with it. */
-static void fail_by_overrun(struct soft_cq *cq) {
-  struct soft_context *context = soft_context(cq->verbs.context);
-  cq->overrun = true;
-  cq->survivors = cq->verbs.cqe;
-  if (context->async) soft_async_raise(context, (struct ibv_async_event){{.cq = &cq->verbs}, IBV_EVENT_CQ_ERR});
-  for (int i = 0; i < SOFT_MAX_QP; i++) {
-    struct soft_qp *qp = context->qps[i];
-    if (!qp || (qp->verbs.send_cq != &cq->verbs && qp->verbs.recv_cq != &cq->verbs)) continue;
-    soft_qp_fail(qp);
-    if (context->async) soft_async_raise(context, (struct ibv_async_event){{.qp = &qp->verbs}, IBV_EVENT_QP_FATAL});
-  }
-}
-
-/* Whether completions can outnumber the queue at all; a queue sized for its queue pairs never counts them. */
-static bool may_overrun(const struct soft_cq *cq) { return cq->demand > (uint64_t)cq->verbs.cqe; }
-
-void soft_cq_add(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
-  struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
-  uint32_t size = (uint32_t)cq->verbs.cqe;
-  if (may_overrun(cq) && (cq->overrun || count_outstanding(cq) >= size)) {
-    if (!cq->overrun) fail_by_overrun(cq);
-    return;
-  }
-  cq->sends[(cq->send_head + cq->send_count++) % size] = (struct soft_send_completion){
-      .qp = qp,
-      .wr_id = wr->wr_id,
-      .position = qp->sq_left,
-      .frames = qp->sq_left_frames - qp->sq_stuck_frames,
-      .status = status,
-      .opcode = __builtin_expect(soft_is_write(wr->opcode), 0) ? IBV_WC_RDMA_WRITE : IBV_WC_SEND,
-  };
-}
-
 void soft_cq_discard(struct soft_qp *qp) {
   struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
   uint32_t size = (uint32_t)cq->verbs.cqe;
@@ -144,7 +99,7 @@ static int take_sends(struct soft_cq *cq, int num_entries, struct ibv_wc *wc) {
 
 static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
   uint64_t position = qp->rq_head;
-  if (position == qp->rq_posted || !receive_is_complete(qp, position)) return false;
+  if (position == qp->rq_posted || !soft_receive_is_complete(qp, position)) return false;
   const struct soft_receive_wr *receive = &qp->receives[position & qp->rq_mask];
   *wc = (struct ibv_wc){
       .wr_id = receive->wr_id,
@@ -195,7 +150,7 @@ int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
   if (__builtin_expect(context->tcp_users != 0, 0)) soft_tcp_progress(context);
   if (context->held) soft_send_held(context);
   if (num_entries < 0) return -EINVAL;
-  if (may_overrun(cq) && !cq->overrun && count_outstanding(cq) > (uint64_t)verbs->cqe) fail_by_overrun(cq);
+  if (soft_cq_may_overrun(cq)) soft_cq_check_overrun(cq);
   int limit = cq->overrun && cq->survivors < num_entries ? cq->survivors : num_entries;
 
   int count = take_sends(cq, limit, wc);

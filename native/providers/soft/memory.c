@@ -1,6 +1,9 @@
 /* Memory that peers can reach (alloc_memory), and memory regions. */
 #define _POSIX_C_SOURCE 200809L
-#include "soft.h"
+#include "memory.h"
+
+#include "regions.h"
+#include "shared_memory_system.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -77,12 +80,6 @@ void soft_free_memory(struct ibv_context *verbs, void *memory, size_t bytes) {
   block->used = false;
   merge_with_next(block);
   if (previous) merge_with_next(previous);
-}
-
-bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t length) {
-  uint64_t start = (uint64_t)(uintptr_t)context->segment->layout + ARENA_OFFSET;
-  uint64_t bytes = SEGMENT_BYTES - ARENA_OFFSET;
-  return addr >= start && length <= bytes && addr - start <= bytes - length;
 }
 
 static bool crosses_4_gib(const void *addr, size_t length) {

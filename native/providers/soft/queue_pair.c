@@ -1,19 +1,20 @@
 /* Queue pairs: their life and their states. */
 #define _POSIX_C_SOURCE 200809L
-#include "soft.h"
+#include "queue_pair.h"
 
+#include "bounce.h"
+#include "completion.h"
+#include "completion_queue.h"
+#include "emulation/quota.h"
+#include "emulation/single_peer.h"
+#include "remote.h"
 #include "tcp.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdlib.h>
 
 #define PSN_MASK 0xffffff
 #define QPN_MASK 0xffffff
-
-/* How long to wait for a peer that is in the middle of a copy. The whole segment takes a tenth of it; a peer that
- * needs longer is stopped or dead. */
-#define COPY_NS UINT64_C(1000000000)
 
 static uint32_t power_of_two(uint32_t at_least) {
   uint32_t size = 1;
@@ -129,52 +130,6 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   return &qp->verbs;
 }
 
-bool soft_wait_for_copy(bool (*done)(const void *copy), const void *copy) {
-  uint64_t begun = soft_clock_ns();
-  while (!done(copy)) {
-    if (soft_clock_ns() - begun > COPY_NS) return false;
-    sched_yield();
-  }
-  return true;
-}
-
-struct awaited {
-  const struct shared_completion *completion;
-  uint64_t position;
-};
-
-static bool is_completed(const void *copy) {
-  const struct awaited *awaited = copy;
-  return atomic_load_explicit(&awaited->completion->sequence, memory_order_acquire) == awaited->position + 1;
-}
-
-static bool wait_for_completion(const struct soft_qp *qp, uint64_t position) {
-  struct awaited awaited = {&qp->shared->completions[position & qp->rq_mask], position};
-  return soft_wait_for_copy(is_completed, &awaited);
-}
-
-/* After this no peer writes into the posted receives, or with RDMA_WRITE; those without a message are flushed. */
-static void stop_receiving(struct soft_qp *qp) {
-  struct soft_context *context = soft_context(qp->verbs.context);
-  if (qp->rq_end != UINT64_MAX || !context->segment->layout) return;
-  if (qp->tcp) soft_tcp_stop(qp);
-  uint64_t claimed = atomic_exchange(&qp->shared->claim, CLAIM_CLOSED) & ~CLAIM_CLOSED;
-  if (claimed > qp->rq_posted) claimed = qp->rq_posted; /* no peer of ours wrote that */
-  qp->rq_end = claimed > qp->rq_head ? claimed : qp->rq_head;
-  if (qp->rq_end > qp->rq_head && !wait_for_completion(qp, qp->rq_end - 1)) {
-    qp->rq_end--;
-    context->tainted = true;
-  }
-  if (!soft_wait_for_writers(qp->shared)) context->tainted = true;
-}
-
-void soft_qp_fail(struct soft_qp *qp) {
-  if (qp->verbs.state == IBV_QPS_ERR) return;
-  stop_receiving(qp);
-  qp->verbs.state = IBV_QPS_ERR;
-  soft_flush_held(qp);
-}
-
 static void leave_peer(struct soft_qp *qp) {
   if (qp->remote.segment) segment_release(qp->remote.segment);
   qp->remote = (struct soft_remote){0};
@@ -190,7 +145,7 @@ static void forget_receives(struct soft_qp *qp) {
 }
 
 static void reset(struct soft_qp *qp) {
-  stop_receiving(qp);
+  soft_stop_receiving(qp);
   forget_receives(qp);
   soft_forget_held(qp);
   leave_peer(qp);
@@ -207,7 +162,7 @@ static void reset(struct soft_qp *qp) {
 int soft_destroy_qp(struct ibv_qp *verbs) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
-  stop_receiving(qp);
+  soft_stop_receiving(qp);
   forget_receives(qp);
   soft_forget_held(qp);
   leave_peer(qp);
@@ -312,16 +267,6 @@ static int connect_by_memory(struct soft_qp *qp, const struct ibv_qp_attr *attr)
 /* By the wire that the sender's own address is for. */
 static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
   return attr->ah_attr.grh.sgid_index ? connect_by_tcp(qp, attr) : connect_by_memory(qp, attr);
-}
-
-void soft_remove_name(struct soft_context *context) {
-  for (int i = 0; i < SOFT_MAX_QP; i++) {
-    const struct soft_qp *qp = context->qps[i];
-    if (!qp) continue;
-    if (qp->verbs.state != IBV_QPS_RTR && qp->verbs.state != IBV_QPS_RTS) return;
-    if (!qp->tcp && !atomic_load_explicit(&qp->shared->attached, memory_order_relaxed)) return;
-  }
-  segment_remove_name(context->segment);
 }
 
 /* The sender of a message that was too long has closed the claim: the device, too, fails the queue pair then

@@ -173,30 +173,3 @@ void segment_release(struct segment* segment);
 /* A descriptor at which the memory of the owner, another process, can be written; it does not outlive that process, as
  * the number of a process may. -1 with errno set where that is not permitted, or there is no such thing. */
 int segment_memory(struct segment* segment);
-
-/* What differs between systems: shared_memory_memfd.c (Linux) and shared_memory_posix.c (macOS). Both have mode 0600.
- */
-
-/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
-int segment_map_new(struct segment* segment);
-
-/* Opens the file of the segment at `gid`, which also says what cookie its header must have. */
-int segment_open_peer(const union ibv_gid* gid, int* fd, uint64_t* cookie);
-
-/* The number by the GID and the place in the header; 0: none. */
-uint32_t segment_number(const struct segment* segment);
-
-/* segment_find, for those that are not mapped. */
-int segment_look_up(uint32_t number, union ibv_gid* gid);
-
-/* Opens what segment_memory returns. */
-int segment_open_memory(const struct segment* segment);
-
-/* Maps SEGMENT_BYTES of the file, at a multiple of that, for this process and no child of it. Sets layout. */
-int segment_map_file(struct segment* segment, int fd);
-
-/* Removes the name, if there is one; mappings stay. */
-void segment_remove_name(struct segment* segment);
-
-/* Zeroes whole pages and returns them to the system where it can. */
-void segment_zero_pages(void* memory, size_t bytes);

@@ -1,7 +1,9 @@
 /* Segments on Linux: memory without a name, so that a SIGKILL at any moment leaves nothing behind. Peers of the
  * same user open it through /proc/<pid>/fd/<fd>. */
 #define _GNU_SOURCE 1
-#include "shared_memory.h"
+#include "shared_memory_system.h"
+
+#include "shared_memory_map.h"
 
 #include <dirent.h>
 #include <errno.h>

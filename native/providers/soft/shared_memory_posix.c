@@ -5,7 +5,9 @@
  * cannot be opened by further processes: ranks that join later need a context of their own.
  */
 #define _GNU_SOURCE 1
-#include "shared_memory.h"
+#include "shared_memory_system.h"
+
+#include "shared_memory_map.h"
 
 #include <dirent.h>
 #include <errno.h>

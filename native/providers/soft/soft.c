@@ -5,7 +5,15 @@
 #define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
+#include "async.h"
+#include "completion_queue.h"
+#include "emulation/domains.h"
+#include "emulation/idle.h"
+#include "emulation/single_peer.h"
+#include "memory.h"
+#include "queue_pair.h"
 #include "tcp.h"
+#include "work_queue.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -13,18 +21,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-int soft_error(int error) {
-  if (error) errno = error;
-  return error;
-}
-
-uint64_t soft_clock_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
 
 static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES];
 static pthread_once_t named = PTHREAD_ONCE_INIT;

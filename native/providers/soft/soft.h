@@ -1,6 +1,6 @@
 /*
- * The software provider's own view of its objects. Nothing outside this directory includes this file, except
- * the provider's unit tests: users see the verbs table only.
+ * The software provider's own view of its objects: what all of its files share. Nothing outside this directory includes
+ * this file, except the provider's unit tests: users see the verbs table only.
  *
  * The objects of one context are used by one thread at a time; the caller's lock sees to that. Different
  * contexts are independent, and threads of one process may connect theirs to each other.
@@ -9,11 +9,11 @@
 
 #include "../providers.h"
 #include "addresses.h"
-#include "fault_injection.h"
-#include "device_profile.h"
-#include "quota.h"
+#include "emulation/device_profile.h"
+#include "emulation/fault_injection.h"
 #include "shared_memory.h"
 
+#include <errno.h>
 #include <stdbool.h>
 
 /* What there is room for; a profile may allow less. */
@@ -192,107 +192,7 @@ static inline struct soft_cq* soft_cq(struct ibv_cq* cq) { return (struct soft_c
 static inline struct soft_qp* soft_qp(struct ibv_qp* qp) { return (struct soft_qp*)qp; }
 
 /* Returns an error as the verbs functions do: as their result and in errno. */
-int soft_error(int error);
-uint64_t soft_clock_ns(void);
-
-/* memory.c */
-int soft_arena_create(struct soft_context* context);
-void soft_arena_destroy(struct soft_context* context);
-size_t soft_whole_pages(size_t bytes);
-void* soft_alloc_memory(struct ibv_context* context, size_t bytes);
-void soft_free_memory(struct ibv_context* context, void* memory, size_t bytes);
-struct ibv_mr* soft_reg_mr(struct ibv_pd* pd, void* addr, size_t length, int access);
-int soft_dereg_mr(struct ibv_mr* mr);
-/* The region of `pd` that `lkey` names, if it contains the range and allows `access`; or NULL. */
-struct soft_mr* soft_find_mr(const struct ibv_pd* pd, uint32_t lkey, uint64_t addr, uint64_t length, int access);
-/* Whether the range lies in memory that peers can reach. */
-bool soft_in_arena(const struct soft_context* context, uint64_t addr, uint64_t length);
-
-/* completion_queue.c */
-struct ibv_cq* soft_create_cq(struct ibv_context* context, int cqe, void* cq_context, struct ibv_comp_channel* channel,
-                              int comp_vector);
-int soft_destroy_cq(struct ibv_cq* cq);
-int soft_poll_cq(struct ibv_cq* cq, int num_entries, struct ibv_wc* wc);
-void soft_cq_attach(struct soft_qp* qp);
-void soft_cq_detach(struct soft_qp* qp);
-void soft_cq_add(struct soft_qp* qp, const struct ibv_send_wr* wr, enum ibv_wc_status status);
-/* Forgets the completions of a queue pair that is reset or destroyed. */
-void soft_cq_discard(struct soft_qp* qp);
-
-/* queue_pair.c */
-struct ibv_qp* soft_create_qp(struct ibv_pd* pd, struct ibv_qp_init_attr* attr);
-int soft_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int attr_mask);
-int soft_query_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int attr_mask, struct ibv_qp_init_attr* init_attr);
-int soft_destroy_qp(struct ibv_qp* qp);
-void soft_qp_fail(struct soft_qp* qp); /* to the state ERR */
-/* Removes the segment's name, where it has one, once the peers of all queue pairs have mapped it. New peers cannot find
- * the segment then: queue pairs that are to be connected later must have been created before. */
-void soft_remove_name(struct soft_context* context);
-/* Waits for a peer in the middle of a copy; false if it was not `done` in time. */
-bool soft_wait_for_copy(bool (*done)(const void* copy), const void* copy);
-
-/* write.c */
-static inline bool soft_is_write(enum ibv_wr_opcode opcode) {
-  return opcode == IBV_WR_RDMA_WRITE || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+static inline int soft_error(int error) {
+  if (error) errno = error;
+  return error;
 }
-
-/* false: it was dropped, as a key, a range or the access is wrong, or there is no receive for its immediate data. */
-bool soft_write(struct soft_qp* qp, const struct ibv_send_wr* wr, enum ibv_wc_status* status);
-void soft_publish_region(const struct soft_mr* mr);
-/* After this no peer writes to the region: EBUSY if one was stopped in the middle of it. */
-int soft_withdraw_region(const struct soft_mr* mr);
-/* After this no peer writes through the queue pair, whose claim is closed; false if one was stopped in the middle. */
-bool soft_wait_for_writers(const struct shared_queue_pair* shared);
-
-/* bounce.c */
-/* Memory for the next receive of the queue pair. EINVAL: the context has none; ENOMEM: the arena is full. */
-int soft_bounce_reserve(struct soft_qp* qp, uint32_t length);
-/* The address to publish for a receive into `sge`: in the arena. */
-uint64_t soft_bounce_post(struct soft_qp* qp, const struct ibv_sge* sge);
-void soft_bounce_take(struct soft_qp* qp, const struct ibv_wc* wc);
-/* Without a copy. */
-void soft_bounce_drop(struct soft_qp* qp, uint64_t position);
-/* Gives those that no receive has back to the arena. */
-void soft_bounce_empty(struct soft_context* context);
-
-/* async.c */
-/* From now on the context's async_fd is readable when there is an event. 0 or an errno value. */
-int soft_async_start(struct soft_context* context);
-void soft_async_stop(struct soft_context* context);
-void soft_async_raise(struct soft_context* context, struct ibv_async_event event);
-int soft_async_get(struct soft_context* context, struct ibv_async_event* event); /* -1 with errno, as the library */
-void soft_async_acknowledge(struct soft_context* context, const struct ibv_async_event* event);
-/* Before the queue or queue pair is destroyed: forgets its events, and waits for those that were taken to be
- * acknowledged. */
-void soft_async_settle(struct soft_context* context, const void* element);
-
-/* single_peer.c: devices that are the end of one cable */
-/* False if this process uses the device in another context too, as the same host, and may not. */
-bool soft_single_peer_claim(struct soft_context* context);
-void soft_single_peer_release(struct soft_context* context);
-/* Before and after a queue pair is connected: ETIMEDOUT if the peer is not at the other end. */
-int soft_single_peer_check(const struct soft_context* context, const struct ibv_ah_attr* peer);
-void soft_single_peer_connect(struct soft_context* context, const struct ibv_ah_attr* peer);
-
-/* domains.c: protection domains of a device that leaks them */
-/* One of `max_pd`; 0, ENOMEM if all are taken, or what went wrong. */
-int soft_domain_take(const struct soft_context* context, uint32_t* domain);
-void soft_domain_return(const struct soft_context* context, uint32_t domain);
-
-/* idle.c: the fault of that name */
-void soft_idle_begin(struct soft_context* context);
-void soft_idle_carried(struct soft_qp* qp);
-bool soft_idle_is_silent(struct soft_qp* qp);
-
-/* work_queue.c */
-/* Whether the peer's queue pair is ready for us; if so, what is known of it is valid. */
-bool soft_find_peer(struct soft_qp* qp);
-/* Takes the peer's next posted receive; false if there is none, or no queue pair that accepts the message. */
-bool soft_claim_receive(struct soft_qp* qp, uint64_t* position);
-/* `length` bytes of the message, to `to`. */
-void soft_copy_message(char* to, const struct ibv_send_wr* wr, uint32_t length);
-int soft_post_send(struct ibv_qp* qp, struct ibv_send_wr* wr, struct ibv_send_wr** bad_wr);
-int soft_post_recv(struct ibv_qp* qp, struct ibv_recv_wr* wr, struct ibv_recv_wr** bad_wr);
-void soft_send_held(struct soft_context* context); /* those that may leave by now */
-void soft_flush_held(struct soft_qp* qp);          /* in the state ERR: all */
-void soft_forget_held(struct soft_qp* qp);         /* without completions */

@@ -3,7 +3,10 @@
 #include "tcp.h"
 
 #include "addresses.h"
+#include "clock.h"
 #include "sockets.h"
+#include "tcp_receive.h"
+#include "tcp_send.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

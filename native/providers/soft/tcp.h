@@ -123,7 +123,7 @@ struct soft_tcp {
 
 _Static_assert(SIPHASH_BYTES == VERBS_KEY_BYTES, "the key is SipHash's");
 
-/* tcp.c: what the rest of the provider calls. errno values. */
+/* What the rest of the provider calls. errno values. */
 int soft_tcp_set_key(struct ibv_context* context, const uint8_t key[VERBS_KEY_BYTES]);
 void soft_tcp_close(struct soft_context* context);
 void soft_tcp_progress(struct soft_context* context);
@@ -133,33 +133,3 @@ void soft_tcp_start(struct soft_qp* qp);     /* at RTS */
 void soft_tcp_stop(struct soft_qp* qp);      /* closes both connections */
 void soft_tcp_forget(struct soft_qp* qp);    /* gives up what soft_tcp_address has made */
 int soft_tcp_error(const struct ibv_qp* qp); /* connect_error of the table */
-
-/* tcp_send.c */
-bool soft_tcp_must_wait(const struct soft_qp* qp); /* for the connection, or until the system takes more */
-bool soft_tcp_has_begun(const struct soft_qp* qp); /* the first SEND that has not left */
-/* Begins to send; again for the same SEND: once more. false: it is dropped, as there is no connection. */
-bool soft_tcp_begin(struct soft_qp* qp, const struct ibv_send_wr* wr, unsigned faults);
-/* Writes what the system takes. false: something is left. */
-bool soft_tcp_write(struct soft_qp* qp, const struct ibv_send_wr* wr);
-void tcp_sender_connect(struct soft_qp* qp, uint64_t now);
-void tcp_sender_close(struct tcp_sender* sender);
-short tcp_sender_events(const struct tcp_sender* sender);
-void tcp_sender_progress(struct soft_qp* qp, short events, uint64_t now);
-
-/* tcp_receive.c */
-struct tcp_receiver* tcp_receiver_create(int fd, uint64_t now);
-void tcp_receiver_close(struct tcp_receiver* receiver); /* the memory stays */
-/* Whether the queue pair is the one that this connection was made for. */
-bool tcp_receiver_serves(const struct tcp_receiver* receiver, const struct soft_qp* qp);
-void tcp_receiver_progress(struct soft_context* context, struct tcp_receiver* receiver, short events, uint64_t now);
-
-/* tcp_handshake.c */
-bool tcp_random(uint8_t nonce[TCP_NONCE_BYTES]);
-/* Fills in magic, nonce and proof. */
-bool tcp_greet(struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
-               const uint8_t challenge[TCP_NONCE_BYTES]);
-bool tcp_check_greeting(const struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
-                        const uint8_t challenge[TCP_NONCE_BYTES]);
-void tcp_proof(const struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
-               const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]);
-bool tcp_same_proof(const uint8_t a[SIPHASH_BYTES], const uint8_t b[SIPHASH_BYTES]);

@@ -9,7 +9,7 @@
  * so a side's own words cannot be sent back to it. What comes after is neither encrypted nor authenticated, as on RDMA.
  */
 #define _GNU_SOURCE 1
-#include "tcp.h"
+#include "tcp_handshake.h"
 
 #include <string.h>
 #include <sys/random.h>

@@ -1,9 +1,11 @@
 /* The receiving half of a queue pair: a connection that a peer has made, and messages from it. Nothing that comes over
  * it is used before it is checked. See tcp.h. */
 #define _GNU_SOURCE 1
-#include "tcp.h"
+#include "tcp_receive.h"
 
+#include "memory.h"
 #include "sockets.h"
+#include "tcp_handshake.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

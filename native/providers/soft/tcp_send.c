@@ -1,9 +1,12 @@
 /* The sending half of a queue pair: its connection to the peer's listener, and messages on it. See tcp.h. */
 #define _GNU_SOURCE 1
-#include "tcp.h"
+#include "tcp_send.h"
 
 #include "addresses.h"
+#include "clock.h"
+#include "message.h"
 #include "sockets.h"
+#include "tcp_handshake.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

@@ -1,22 +1,20 @@
 /* Posting: where the data moves. */
 #define _POSIX_C_SOURCE 200809L
-#include "soft.h"
+#include "work_queue.h"
 
-#include "tcp.h"
+#include "bounce.h"
+#include "clock.h"
+#include "completion.h"
+#include "emulation/idle.h"
+#include "memory.h"
+#include "message.h"
+#include "remote.h"
+#include "tcp_send.h"
+#include "write.h"
 
 #include <errno.h>
 #include <signal.h>
 #include <string.h>
-
-static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
-  uint64_t length = 0;
-  for (int i = 0; i < num_sge; i++) length += list[i].length;
-  return length;
-}
-
-static uint32_t message_frames(const struct ibv_send_wr *wr) {
-  return soft_frames((uint32_t)total_length(wr->sg_list, wr->num_sge));
-}
 
 static bool is_allowed(const struct soft_profile *profile, enum ibv_wr_opcode opcode) {
   if (__builtin_expect(opcode == IBV_WR_SEND, 1)) return true;
@@ -30,66 +28,11 @@ static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
   if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_send_sge) return EINVAL;
   if (wr->send_flags & ~(unsigned)(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE))
     return EINVAL;
-  uint64_t length = total_length(wr->sg_list, wr->num_sge);
+  uint64_t length = soft_message_length(wr);
   if (length > profile->max_message || ((wr->send_flags & IBV_SEND_INLINE) && length > 0)) return EINVAL;
   uint64_t frames = qp->sq_posted_frames - qp->sq_retired_frames;
   if (profile->frames && frames + soft_frames((uint32_t)length) > qp->cap.max_send_wr) return ENOMEM;
   return qp->sq_posted - qp->sq_retired < qp->cap.max_send_wr ? 0 : ENOMEM;
-}
-
-/* Whether the peer's queue pair is ready for us. The claim is read first: soft_claim_receive succeeds only if it
- * still has this value, and then the other members were read while they were valid. */
-bool soft_find_peer(struct soft_qp *qp) {
-  struct soft_remote *remote = &qp->remote;
-  struct shared_queue_pair *shared = remote->shared;
-  uint64_t claim = atomic_load_explicit(&shared->claim, memory_order_acquire);
-  uint32_t ring_size = atomic_load_explicit(&shared->ring_size, memory_order_relaxed);
-  uint64_t cookie = soft_context(qp->verbs.context)->segment->cookie;
-  if (claim == 0 || (claim & CLAIM_CLOSED)) return false;
-  if (atomic_load_explicit(&shared->qp_num, memory_order_relaxed) != qp->attr.dest_qp_num) return false;
-  if (atomic_load_explicit(&shared->peer_cookie, memory_order_relaxed) != cookie) return false;
-  if (atomic_load_explicit(&shared->peer_qp_num, memory_order_relaxed) != qp->verbs.qp_num) return false;
-  if (atomic_load_explicit(&shared->rq_psn, memory_order_relaxed) != qp->attr.sq_psn) return false;
-  if (ring_size == 0 || ring_size > SOFT_MAX_WR || (ring_size & (ring_size - 1))) return false;
-  remote->next = claim;
-  remote->posted = claim;
-  remote->mask = ring_size - 1;
-  return true;
-}
-
-/* Whether the peer has posted a receive, as far as is known without taking it. */
-static bool see_receive(struct soft_qp *qp) {
-  struct soft_remote *remote = &qp->remote;
-  if (!remote->found && !(remote->found = soft_find_peer(qp))) return false;
-  if (remote->next >= remote->posted)
-    remote->posted = atomic_load_explicit(&remote->shared->posted, memory_order_acquire);
-  return remote->next < remote->posted;
-}
-
-/* Takes the peer's next posted receive; false if there is none, or no queue pair that accepts the message. */
-bool soft_claim_receive(struct soft_qp *qp, uint64_t *position) {
-  struct soft_remote *remote = &qp->remote;
-  for (int attempt = 0; attempt < 2; attempt++) {
-    if (!see_receive(qp)) return false;
-    uint64_t next = remote->next;
-    if (atomic_compare_exchange_strong_explicit(&remote->shared->claim, &next, next + 1, memory_order_acq_rel,
-                                                memory_order_relaxed)) {
-      *position = remote->next++;
-      return true;
-    }
-    remote->found = false; /* the peer's queue pair was reset, and perhaps connected to us again */
-  }
-  return false;
-}
-
-void soft_copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length) {
-  for (int i = 0; i < wr->num_sge; i++) {
-    const struct ibv_sge *sge = &wr->sg_list[i];
-    uint32_t part = sge->length < length ? sge->length : length;
-    if (part) memcpy(to, (const void *)(uintptr_t)sge->addr, part);
-    to += part;
-    length -= part;
-  }
 }
 
 /* Copies a message that is to be damaged, and returns what is left of its length. */
@@ -117,7 +60,7 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
   struct shared_queue_pair *shared = remote->shared;
   struct shared_receive receive = shared->receives[position & remote->mask];
   struct shared_completion *completion = &shared->completions[position & remote->mask];
-  uint32_t length = (uint32_t)total_length(wr->sg_list, wr->num_sge);
+  uint32_t length = (uint32_t)soft_message_length(wr);
 
   uint32_t status = receive.status;
   if (receive.offset > SEGMENT_BYTES || receive.length > SEGMENT_BYTES - receive.offset) status = IBV_WC_LOC_PROT_ERR;
@@ -142,8 +85,7 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
 /* The peer may reset its queue pair meanwhile: then the receive is another one, and cannot be taken either. */
 static bool is_too_long(struct soft_qp *qp, const struct ibv_send_wr *wr) {
   const struct soft_remote *remote = &qp->remote;
-  return see_receive(qp) &&
-         total_length(wr->sg_list, wr->num_sge) > remote->shared->receives[remote->next & remote->mask].length;
+  return soft_see_receive(qp) && soft_message_length(wr) > remote->shared->receives[remote->next & remote->mask].length;
 }
 
 /* false: it was dropped, as there is no receive or no connection for it. */
@@ -196,22 +138,11 @@ static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send
   return status;
 }
 
-static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
-  qp->sq_left++;
-  const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
-  if (profile->frames) qp->sq_left_frames += message_frames(wr);
-  if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
-    soft_cq_add(qp, wr, status);
-  else if (profile->signaled_only)
-    qp->sq_stuck_frames += message_frames(wr);
-  if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
-}
-
 /* With credit: whether the peer has a receive for the next SEND. It may have reset its queue pair since the last one,
  * so all is looked up again. */
 static bool receive_is_posted(struct soft_qp *qp) {
   qp->remote.found = false;
-  return see_receive(qp);
+  return soft_see_receive(qp);
 }
 
 static bool loses_all(struct soft_qp *qp) {
@@ -237,7 +168,7 @@ static bool execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
   else
     status = qp->tcp && soft_tcp_has_begun(qp) ? IBV_WC_SUCCESS : send_message(qp, wr);
   if (status == IBV_WC_SUCCESS && qp->tcp && !soft_tcp_write(qp, wr)) return false;
-  complete_send(qp, wr, status);
+  soft_complete_send(qp, wr, status);
   return true;
 }
 
@@ -258,13 +189,9 @@ static void hold(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t leav
   soft_context(qp->verbs.context)->held++;
 }
 
-static struct soft_send_wr *first_held(struct soft_qp *qp) {
-  return qp->sq_left == qp->sq_posted ? NULL : &qp->held[qp->sq_left & qp->sq_mask];
-}
-
 static void send_held(struct soft_qp *qp) {
   struct soft_send_wr *held;
-  while ((held = first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= soft_clock_ns())) {
+  while ((held = soft_first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= soft_clock_ns())) {
     if (!execute_send(qp, &held->verbs)) return;
     soft_context(qp->verbs.context)->held--;
   }
@@ -273,19 +200,6 @@ static void send_held(struct soft_qp *qp) {
 void soft_send_held(struct soft_context *context) {
   for (int i = 0; i < SOFT_MAX_QP; i++)
     if (context->qps[i]) send_held(context->qps[i]);
-}
-
-void soft_flush_held(struct soft_qp *qp) {
-  struct soft_send_wr *held;
-  while ((held = first_held(qp))) {
-    soft_context(qp->verbs.context)->held--;
-    complete_send(qp, &held->verbs, IBV_WC_WR_FLUSH_ERR);
-  }
-}
-
-void soft_forget_held(struct soft_qp *qp) {
-  soft_context(qp->verbs.context)->held -= (uint32_t)(qp->sq_posted - qp->sq_left);
-  qp->sq_left = qp->sq_posted;
 }
 
 /* EINVAL: not in RTS or ERR, or the request is invalid. ENOMEM: the queue is full, of requests or of frames; a request
@@ -304,9 +218,9 @@ int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send
     context->counters.sends++;
     uint64_t leaves_ns = 0;
     if (__builtin_expect(context->faults.any, 0) && verbs->state == IBV_QPS_RTS) leaves_ns = draw_departure(context);
-    bool queued = first_held(qp);
+    bool queued = soft_first_held(qp);
     qp->sq_posted++;
-    if (context->profile->frames) qp->sq_posted_frames += message_frames(wr);
+    if (context->profile->frames) qp->sq_posted_frames += soft_message_frames(wr);
     if (queued || leaves_ns || !execute_send(qp, wr)) hold(qp, wr, leaves_ns);
   }
   return 0;

@@ -1,7 +1,7 @@
 /* Locks on macOS: a locked file in the user's directory for temporary files, which is removed with the lock. Of a
  * process that was killed an empty file is left, unlocked; the next process in that slot removes it. */
 #define _GNU_SOURCE 1
-#include "quota.h"
+#include "quota_system.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 /* The devices that the provider can play: see device_profile.h. */
 #include "device_profile.h"
 
-#include "soft.h"
+#include "../soft.h"
 
 #include <errno.h>
 

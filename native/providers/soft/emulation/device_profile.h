@@ -10,7 +10,7 @@
  */
 #pragma once
 
-#include "../../verbs/verbs_abi.h"
+#include "../../../verbs/verbs_abi.h"
 
 #include <stdbool.h>
 #include <stdint.h>

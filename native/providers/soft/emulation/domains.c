@@ -6,7 +6,7 @@
  * processes have left is removed by rm ${XDG_RUNTIME_DIR:-/tmp}/mlxdist-*-domain-*, which plays the restart.
  */
 #define _GNU_SOURCE 1
-#include "soft.h"
+#include "domains.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,5 +1,7 @@
 /* The fault `idle`: a queue pair that has carried nothing for too long is silent from then on. */
-#include "soft.h"
+#include "idle.h"
+
+#include "../clock.h"
 
 void soft_idle_begin(struct soft_context *context) {
   uint64_t now = soft_clock_ns();

@@ -14,11 +14,3 @@ struct quota_slot* quota_take(const char* device, uint32_t host, uint32_t limit)
 
 /* `place` may be NULL. In a child that its process forked this gives back nothing: the place is the parent's. */
 void quota_return(struct quota_slot* place);
-
-/* What differs between systems: quota_abstract.c (Linux) and quota_posix.c (macOS). */
-
-#define QUOTA_NAME_BYTES 64
-
-/* Locks `name` and returns a descriptor that holds the lock; -1 with EBUSY in errno if another process does. */
-int quota_lock(const char* name);
-void quota_unlock(const char* name, int fd);

@@ -1,7 +1,7 @@
 /* Devices that are the end of one cable, as Thunderbolt's: they reach one peer, and a process opens each once. */
-#include "soft.h"
+#include "single_peer.h"
 
-#include "fork_lock.h"
+#include "../fork_lock.h"
 
 #include <errno.h>
 #include <string.h>

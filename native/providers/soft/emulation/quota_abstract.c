@@ -1,7 +1,7 @@
 /* Locks on Linux: the name of a socket that is in no directory. Only one socket can have it, and it ends with the last
  * descriptor. */
 #define _GNU_SOURCE 1
-#include "quota.h"
+#include "quota_system.h"
 
 #include <errno.h>
 #include <stddef.h>

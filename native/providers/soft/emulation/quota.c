@@ -2,7 +2,8 @@
 #define _POSIX_C_SOURCE 200809L
 #include "quota.h"
 
-#include "fork_lock.h"
+#include "../fork_lock.h"
+#include "quota_system.h"
 
 #include <errno.h>
 #include <stdio.h>
