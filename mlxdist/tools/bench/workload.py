@@ -70,7 +70,7 @@ class Workload:
         copy = allowed.get("memcpy")
         results = []
         for name, work in works.items():
-            wrong = total(work.wrong if isinstance(work.wrong, int) else work.wrong(), world)
+            wrong = total(work.wrong() if callable(work.wrong) else work.wrong, world)
             why = f"{wrong} elements of all ranks and calls together are wrong" if wrong else None
             if work.copies and copy:
                 why = why or impossible(times[name]["median"], copy["min"] * work.copies)
