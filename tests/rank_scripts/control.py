@@ -16,6 +16,9 @@ import numpy as np
 import mlxdist
 from mlxdist import train
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late
+
 scenario, *arguments = sys.argv[1:]
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -54,7 +57,7 @@ def by_signal() -> None:
         assert decision.reason == f"rank {last} received {arguments[0]}"
         assert control.decide(99) is decision  # it stays
     os.kill(os.getpid(), number)  # once more, as SLURM and the launcher do
-    time.sleep(0.1)
+    late(0.1)
 
 
 def by_launcher() -> None:
@@ -63,12 +66,12 @@ def by_launcher() -> None:
         for step in range(10_000):
             decision = control.decide(step)
             if decision.save:
-                time.sleep(0.3)
+                late(0.3)
                 Path(arguments[0], f"saved-{rank}").write_text(str(step))
             if decision.stop:
                 break
             mlxdist.all_sum(np.ones(10, np.float32))
-            time.sleep(0.01)
+            late(0.01)
             if step == 5:
                 print("step 5", flush=True)
     assert decision.stop and decision.save
@@ -112,7 +115,7 @@ def save_switch() -> None:
 
 def duration() -> None:
     with train.Control(max_seconds=0.5) as control:
-        decision = run(control, 10_000, lambda step: time.sleep(0.01))
+        decision = run(control, 10_000, lambda step: late(0.01))
     assert decision.stop and decision.save and "max_seconds is 0.5" in decision.reason
 
 
@@ -121,7 +124,7 @@ def slurm() -> None:
     if rank == 0:
         os.environ["SLURM_JOB_END_TIME"] = str(int(time.time()) + 11)
     with train.Control(end_margin=10) as control:
-        decision = run(control, 10_000, lambda step: time.sleep(0.01))
+        decision = run(control, 10_000, lambda step: late(0.01))
     assert decision.stop and decision.save and "the job's time ends in 10 s" in decision.reason, decision
 
 

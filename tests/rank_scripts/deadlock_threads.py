@@ -11,11 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import seconds_of
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -194,9 +198,7 @@ def slow_evaluation() -> None:
         x = mx.ones((500, 500))
         took = []
         for _ in range(5):  # the least counts, or a busy machine makes the evaluation too short
-            begin = time.monotonic()
-            mx.eval(mx.matmul(x, x))
-            took.append(time.monotonic() - begin)
+            took.append(seconds_of(lambda: mx.eval(mx.matmul(x, x)))[0])
         y = x
         for _ in range(int(SECONDS / min(took)) + 1):
             y = mx.matmul(y, x) * 1e-9

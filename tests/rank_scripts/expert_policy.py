@@ -1,6 +1,7 @@
 """One rank of test_expert_policy.py. Prints "alike" at the end."""
 
-import time
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,9 @@ import mlxdist
 from mlxdist.nn.expert_parallel.dispatch import combine, dispatch, route
 from mlxdist.nn.expert_parallel.placement import Placement
 from mlxdist.nn.expert_parallel.policy import COLLECTIVES, MODES, Policy, Workload, calibrate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -22,7 +26,7 @@ def alike(values: np.ndarray, what: str) -> None:
 
 def measured_and_chosen_alike() -> None:
     """Ranks that are slow at different times measure and choose the same."""
-    time.sleep(0.02 * rank)
+    late(0.02 * rank)
     link = calibrate(repeats=3)
     assert (link.provider, link.ranks, link.measured) == (group.provider, size, True)
     numbers = [link.plan, *(value for name in COLLECTIVES for value in vars(link.costs[name]).values())]
@@ -34,7 +38,7 @@ def measured_and_chosen_alike() -> None:
     for call in range(200):
         tokens = int(2 ** random.uniform(0, 14))
         if call % 50 == rank:
-            time.sleep(0.005)
+            late(0.005)
         mode = policy.choose(tokens, top_k=2, hidden=64, itemsize=4, sharded=call % 2 == 0)
         selected.append(MODES.index(mode))
     alike(np.array(selected), "choices")

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late
 
 scenario, mpi_shim = sys.argv[1], sys.argv[2] == "mpi_shim"
 group = mlxdist.init()
@@ -45,9 +48,9 @@ def fails(x: mx.array, **stream: mx.Stream) -> mx.array:
     if scenario == "timeout":
         group.timeout = 0.5
         if odd_one:
-            time.sleep(1.5)
+            late(1.5)
     if scenario == "lost" and odd_one:
-        time.sleep(0.2)
+        late(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 

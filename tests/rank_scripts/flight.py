@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +9,9 @@ import numpy as np
 
 import mlxdist
 from mlxdist import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late, wait_for
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -29,7 +31,7 @@ def operations() -> None:
     mx.eval(mlxdist.broadcast(lazy, root=1))  # ours
     result = nn.gather_from_sequence_parallel_region(lazy)  # ours, in nn
     mx.eval(result)
-    time.sleep(0.001)
+    late(0.001)
     result = mx.distributed.all_sum(lazy, group=group.mlx)  # of MLX
     mx.eval(result)
     part = group.split(rank % 2)  # split
@@ -58,7 +60,7 @@ def many() -> None:
 def fails() -> None:
     """Rank 1 comes too late, and every rank prints the path of its record."""
     if rank == 1:
-        time.sleep(1.5)
+        late(1.5)
     try:
         mlxdist.all_sum(x) if sys.argv[2] == "numpy" else mx.eval(mlxdist.all_sum(lazy))
     except mlxdist.Error as error:
@@ -72,13 +74,8 @@ def asked() -> None:
     mx.eval(mlxdist.all_sum(lazy))
     print(f"ready {os.environ['MLXDIST_JOB']} {os.getpid()}", flush=True)
     if rank == 1:
-        wait_for_the_test(Path(sys.argv[2]))
+        assert wait_for(Path(sys.argv[2]).exists, 120)  # the test makes it
     mx.eval(mlxdist.all_sum(lazy))
-
-
-def wait_for_the_test(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.01)
 
 
 globals()[sys.argv[1]]()

@@ -1,13 +1,16 @@
 """One rank of test_large.py: arrays whose sizes have more than 32 bits, in place, looked at piece by piece."""
 
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
 
 import mlxdist
 
 PERIOD = 16_777_213  # prime: a piece that lands in the wrong place shows
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import seconds_of
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -31,10 +34,9 @@ def require(factor: int, what: str) -> None:
 
 def timed(what: str, operation) -> None:
     group.barrier()
-    begin = time.monotonic()
-    operation()
+    seconds, _ = seconds_of(operation)
     if rank == 0:
-        print(f"{what} of {count} bytes: {time.monotonic() - begin:.1f} s", flush=True)
+        print(f"{what} of {count} bytes: {seconds:.1f} s", flush=True)
 
 
 fill(rank + 1)

@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 import mlxdist
 from mlxdist.runtime.diagnostics import flight_recorder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late
 
 group = mlxdist.init()
 rank, size, world = group.rank(), group.size(), group.mlx
@@ -81,7 +84,7 @@ def asynchronous() -> None:
     def run() -> None:
         x = disagree()
         mx.async_eval(x)
-        time.sleep(0.2)
+        late(0.2)
         mx.eval(x)
 
     expect(mlxdist.Mismatch, "ranks disagree", run)
@@ -146,7 +149,7 @@ def pending_at_exit() -> None:
     mx.async_eval(x)
     globals()["kept"] = [x, world, mlxdist.broadcast(x)]
     if rank == 0:
-        time.sleep(0.3)
+        late(0.3)
 
 
 def forked() -> None:

@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -199,6 +199,11 @@ def shim_and_mlxdist() -> None:
         expect("InvalidArgument", "the group has ended", lambda: read(mx.distributed.all_sum(mx.ones((3,)))))
 
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import waiting
+from waiting import seconds_of
+
+
 def orders_of_their_own() -> None:
     """A blocking call of mlxdist comes before or after MLX's operation, which waits in a stream, on each rank."""
     import mlxdist
@@ -213,7 +218,7 @@ def orders_of_their_own() -> None:
         plain = mx.distributed.all_sum(x)
         lazy = mlxdist.all_sum(x - 1)
         mx.async_eval(plain)
-        time.sleep(0 if late else 0.005)  # the stream comes to the first one, or not yet
+        waiting.late(0 if late else 0.005)  # the stream comes to the first one, or not yet
         mx.async_eval(lazy)
         eager = mlxdist.all_sum(np.full(8, 2 * number + 1, np.float32))
         found = [lazy[0].item(), plain[0].item(), eager[0].item()]
@@ -327,7 +332,7 @@ def pending_at_exit() -> None:
     mx.async_eval(x)
     globals()["kept"] = [x, world, world.split(0)]
     if world.rank() == 0:
-        time.sleep(0.3)
+        waiting.late(0.3)
 
 
 def pending_behind_work_at_exit() -> None:
@@ -336,10 +341,8 @@ def pending_behind_work_at_exit() -> None:
     total(mx.ones((3,)))
     last = world.rank() == world.size() - 1
     x = mx.ones((500, 500))
-    begin = time.monotonic()
-    mx.eval(mx.matmul(x, x))
-    y = x
-    for _ in range(int(3 / (time.monotonic() - begin)) + 1 if last else 0):
+    seconds, y = seconds_of(lambda: mx.eval(mx.matmul(x, x)))[0], x
+    for _ in range(int(3 / seconds) + 1 if last else 0):
         y = mx.matmul(y, x) * 1e-9
     y = mx.distributed.all_sum(y)
     mx.async_eval(y) if last else mx.eval(y)
@@ -380,9 +383,8 @@ def killed() -> None:
     assert total(mx.ones((3,))) == [world.size()] * 3
     if world.rank() == world.size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    expect("PeerLost", f"rank {world.size() - 1}", lambda: total(mx.ones((3,))))
-    print(f"lost after {time.monotonic() - begin:.1f} s", flush=True)
+    seconds, _ = seconds_of(expect, "PeerLost", f"rank {world.size() - 1}", lambda: total(mx.ones((3,))))
+    print(f"lost after {seconds:.1f} s", flush=True)
     sys.exit(1)
 
 
@@ -391,11 +393,10 @@ def killed_during_split() -> None:
     world = mx.distributed.init()
     assert total(mx.ones((3,))) == [world.size()] * 3
     if world.rank() == world.size() - 1:
-        time.sleep(0.5)
+        waiting.late(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    expect("PeerLost", f"rank {world.size() - 1}", lambda: world.split(0))
-    print(f"lost after {time.monotonic() - begin:.1f} s", flush=True)
+    seconds, _ = seconds_of(expect, "PeerLost", f"rank {world.size() - 1}", lambda: world.split(0))
+    print(f"lost after {seconds:.1f} s", flush=True)
     sys.exit(1)
 
 

@@ -6,11 +6,17 @@ Prints seconds, which the test judges: they depend on what else the machine does
 import resource
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 import mlxdist
 from mlxdist.runtime.native import check, lib
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late, seconds_of
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -34,25 +40,28 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def share_of_a_core(call: Callable[..., object], *arguments: object) -> float:
+    """Prints how much of one a call used. Returns its seconds."""
+    before = cpu_seconds()
+    waited, _ = seconds_of(call, *arguments)
+    print(f"{(cpu_seconds() - before) / waited:.4f} of a core", flush=True)
+    return waited
+
+
 def last_message(operation: str) -> None:
     """Rank 0's last message is lost, and rank 0 has gone on to compute: its progress thread sends it again."""
     x = np.full(500, rank + 1, np.int32)
     for turn in range(int(sys.argv[3])):
         group.barrier()
-        begin = time.monotonic()
         if rank == 0:
             inject("drop_next=1")
-            if operation == "send":
-                mlxdist.send(x, 1)
-            else:
-                mlxdist.all_sum(x)
-            left = time.monotonic() - begin
+            left, _ = seconds_of(partial(mlxdist.send, x, 1) if operation == "send" else partial(mlxdist.all_sum, x))
             assert left < 2, f"rank 0 itself took {left:.1f} s"
             compute(5)
             assert group.stats()["provider_dropped_by_fault"] == turn + 1
         else:
-            result = mlxdist.recv_like(x, 0) if operation == "send" else mlxdist.all_sum(x)
-            seconds = time.monotonic() - begin
+            receive = partial(mlxdist.recv_like, x, 0) if operation == "send" else partial(mlxdist.all_sum, x)
+            seconds, result = seconds_of(receive)
             assert np.all(result == (1 if operation == "send" else 3))
             print(f"{seconds:.4f} s", flush=True)
 
@@ -68,10 +77,12 @@ def handles() -> None:
     begun.append(mlxdist.broadcast(large, 1, async_op=True))
     if size == 2:
         begun.append(mlxdist.sendrecv(large, 1 - rank, 1 - rank, async_op=True))
-    done, begin = [False], time.monotonic()
-    while not all(done) and time.monotonic() - begin < 60:  # 0.1 s where the engine's thread gets a core
+    done = [False]
+    for _ in range(120):  # one is enough where the engine's thread gets a core
         compute(0.5)
         done = [handle.done() for handle in begun]  # only looks: no call here carries an operation on
+        if all(done):
+            break
     assert all(done), f"rank {rank}: {done.count(False)} of {len(done)} have not ended: {done}"
     assert all(np.all(handle.wait() == total) for handle in begun[:101])
     assert np.all(begun[101].wait() == 2)
@@ -85,22 +96,16 @@ def late_peer(kind: str) -> None:
     mlxdist.all_sum(x)
     group.barrier()
     if rank == 0:
-        time.sleep(4)
+        late(4)
         mlxdist.all_sum(x)
         return
-    before, begin = cpu_seconds(), time.monotonic()
-    mlxdist.all_sum(x)
-    used, waited = cpu_seconds() - before, time.monotonic() - begin
-    assert waited > 3.5
-    print(f"{used / waited:.4f} of a core", flush=True)
+    assert share_of_a_core(mlxdist.all_sum, x) > 3.5
 
 
 def idle() -> None:
     """Nothing is going on: the progress thread sleeps. Prints how much of a core it used."""
     mlxdist.all_sum(np.ones(1000))
-    before, begin = cpu_seconds(), time.monotonic()
-    time.sleep(3)
-    print(f"{(cpu_seconds() - before) / (time.monotonic() - begin):.4f} of a core", flush=True)
+    share_of_a_core(late, 3)
 
 
 def third_rank_late() -> None:
@@ -110,7 +115,7 @@ def third_rank_late() -> None:
     x = np.ones(2 << 20, np.float32)
     if rank < 2:
         handle = mlxdist.all_sum(x, async_op=True)
-        time.sleep(0.2)  # until it has filled the slots
+        late(0.2)  # until it has filled the slots
         assert np.all(mlxdist.all_sum(x, group=pair) == 2)
         if rank == 1:
             mlxdist.send(np.zeros(1), 2, group=signals)
@@ -128,13 +133,9 @@ def receiver_first() -> None:
     for _ in range(20):
         group.barrier()
         if rank == 0:
-            time.sleep(0.005)
-        begin = time.monotonic()
-        if rank == 0:
-            mlxdist.send(x, 1)
-        else:
-            mlxdist.recv_like(x, 0, out=x)
-        seconds.append(time.monotonic() - begin)
+            late(0.005)
+        pair = partial(mlxdist.send, x, 1) if rank == 0 else partial(mlxdist.recv_like, x, 0, out=x)
+        seconds.append(seconds_of(pair)[0])
     if rank == 0:
         print(f"{sorted(seconds)[10]:.4f} s", flush=True)
 

@@ -1,13 +1,16 @@
 """One rank of test_throughput.py: `check` is the name of a function below."""
 
 import sys
-import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 import mlxdist
 from mlxdist import train
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import late
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -19,8 +22,8 @@ def rates() -> None:
     for _ in range(3):
         with throughput.step(tokens=1000):
             mx.eval(mlxdist.all_sum(mx.ones(100)))
-            time.sleep(0.05 + 0.02 * rank)
-    time.sleep(0.5)  # between steps, and not counted
+            late(0.05 + 0.02 * rank)
+    late(0.5)  # between steps, and not counted
     before = group.stats()["collectives"]
     report = throughput.report()
     assert group.stats()["collectives"] - before == (size > 1)
@@ -49,15 +52,15 @@ def rates() -> None:
 def hidden() -> None:
     """What steps take longer than their computation is exposed communication, and never more than there was."""
     throughput = train.Throughput()
-    assert throughput.measure_compute(lambda: time.sleep(0.02), repeats=2) >= 0.02
+    assert throughput.measure_compute(lambda: late(0.02), repeats=2) >= 0.02
     with throughput.step(tokens=1):
-        time.sleep(0.3)
+        late(0.3)
         mx.eval(mlxdist.all_sum(mx.ones(100)))
     report = throughput.report()
     # The step is much longer than the computation: all of it counts as exposed, up to what communication took.
     assert report["communication_exposed"] == pytest.approx(report["communication"])
     assert report["communication_hidden"] == pytest.approx(0, abs=1e-9)
-    throughput.measure_compute(lambda: time.sleep(0.5), repeats=1)
+    throughput.measure_compute(lambda: late(0.5), repeats=1)
     with throughput.step(tokens=1):
         mx.eval(mlxdist.all_sum(mx.ones(100)))
     report = throughput.report()

@@ -1,7 +1,7 @@
 """One rank of test_value_and_grad.py: `check` is the name of a function below."""
 
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist import train
 from mlxdist.nn.models.cuts import cuts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import wait_for
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -235,10 +238,8 @@ def overlap() -> None:
     is_waiting, before = True, counters()["collectives"]
     gradients = step(x)
     if rank == 0:
-        end = time.monotonic() + 30
-        while counters()["collectives"] < before + 1:
-            assert time.monotonic() < end, "no bucket has left before the backward pass ended"
-            time.sleep(0.001)
+        has_left = wait_for(lambda: counters()["collectives"] > before)
+        assert has_left, "no bucket has left before the backward pass ended"
         mlxdist.all_sum(np.zeros((1,), np.float32), group=gate)
     mx.eval(gradients)
     assert counters()["collectives"] == before + 5, "four gradients and the answer"
