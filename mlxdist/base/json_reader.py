@@ -14,10 +14,14 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Located", "parse_json", "parse_located"]
+__all__ = ["Located", "NestedTooDeeply", "parse_json", "parse_located"]
 
 # Strings come first: what is in one is no number.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?', re.DOTALL)
+
+
+class NestedTooDeeply(ValueError):
+    """Lists and objects in each other, more than Python's recursion limit."""
 
 
 class _Rejected(ValueError):
@@ -70,7 +74,7 @@ def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
         repeated: of two values with one name the last counts. For what other programs print or send.
 
     Raises:
-        ValueError: it is no JSON, or is rejected; the message says where.
+        ValueError: it is no JSON, or is rejected; the message says where. One of them is NestedTooDeeply.
     """
     text = ""
     try:
@@ -83,7 +87,7 @@ def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
     except _Rejected as error:
         problem = f"{error}{_place(text, error.number)}" if error.number else str(error)
     except RecursionError:
-        problem = "it is nested too deeply"
+        raise NestedTooDeeply("it is nested too deeply") from None
     except ValueError:  # of int()
         problem = _digits()
     raise ValueError(problem)
@@ -154,4 +158,4 @@ def parse_located(text: str) -> Located:
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise ValueError("line 1: it is nested too deeply") from None
+        raise NestedTooDeeply("line 1: it is nested too deeply") from None

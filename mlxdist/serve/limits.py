@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mlxdist.base.json_reader import parse_json
+from mlxdist.base.json_reader import NestedTooDeeply, parse_json
 
 from .decisions import MAX_BIASES
 from .refusal import Refusal
@@ -59,6 +59,8 @@ def parse_body(body: bytes) -> dict[str, Any]:
         parsed = parse_json(body.decode(), repeated=True)
     except UnicodeDecodeError as error:
         raise Refusal(f"byte {error.start} of the body is not of UTF-8") from None
+    except NestedTooDeeply:
+        raise Refusal(f"the body has more than {_MAX_DEPTH} lists and objects in each other") from None
     except ValueError as error:
         raise Refusal(f"Invalid JSON in request body: {error}") from None
     if not isinstance(parsed, dict):

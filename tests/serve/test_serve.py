@@ -148,7 +148,8 @@ def test_a_client_that_leaves_is_cancelled_and_the_others_go_on(server, expected
 
 BAD = {
     "temperature: NaN": ({"temperature": float("nan")}, 400, "NaN is not a number of JSON"),
-    "temperature: 1e999": (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature must be from 0 to 100"),
+    "temperature: 1e999": (b'{"prompt": "x", "temperature": 1e999}', 400, "1e999 is not a finite number"),
+    "temperature: 101": ({"temperature": 101}, 400, "temperature must be from 0 to 100"),
     "temperature: tiny": ({"temperature": 1e-30}, 400, "temperature must be 0 or at least 0.0001"),
     "temperature: text": ({"temperature": "hot"}, 400, "temperature must be of type"),
     "top_p": ({"top_p": 1.5}, 400, "top_p must be at most 1"),
