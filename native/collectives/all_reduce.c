@@ -1,6 +1,6 @@
 #include "algorithm.h"
-#include "recursive_doubling.h"
 #include "direct.h"
+#include "recursive_doubling.h"
 #include "ring.h"
 
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,

@@ -1,6 +1,6 @@
 #include "direct.h"
-#include "start.h"
 #include "ring.h"
+#include "start.h"
 
 #include <stdlib.h>
 

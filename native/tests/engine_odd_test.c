@@ -1,7 +1,7 @@
 /* The engine on devices that answer awkwardly, as Thunderbolt's may: each answer of the profile apple-odd
  * alone, then all of them. */
-#include "../providers/soft/soft.h"
 #include "../providers/soft/queue_pair.h"
+#include "../providers/soft/soft.h"
 #include "engine.h"
 #include "explain.h"
 #include "group.h"

@@ -1,7 +1,7 @@
 /* Memory regions: their keys, how many there are, and when one is in use. */
 #define _DEFAULT_SOURCE 1 /* MAP_ANON */
-#include "../providers/soft/soft.h"
 #include "../providers/soft/memory.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

@@ -1,7 +1,7 @@
 /* RDMA_WRITE from the inside: peers that lie or stop in the middle, what the owner waits for, and what is reported. */
 #define _POSIX_C_SOURCE 200809L
-#include "../providers/soft/soft.h"
 #include "../providers/soft/async.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

@@ -1,6 +1,6 @@
 /* The choice of a provider, and what goes wrong with verbs in words. */
-#include "../verbs/explain.h"
 #include "../providers/providers.h"
+#include "../verbs/explain.h"
 #include "../verbs/wc_status.h"
 #include "check.h"
 

@@ -1,8 +1,8 @@
 #include "failover.h"
 
 #include "acknowledgement.h"
-#include "debug.h"
 #include "credit.h"
+#include "debug.h"
 
 #include <string.h>
 

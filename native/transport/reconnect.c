@@ -1,12 +1,12 @@
 #include "reconnect.h"
 
+#include "credit.h"
 #include "debug.h"
 #include "error.h"
 #include "queue_pair.h"
 #include "receive.h"
 #include "retransmission.h"
 #include "thread.h"
-#include "credit.h"
 #include "wc_status.h"
 
 #include <stdio.h>

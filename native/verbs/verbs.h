@@ -84,8 +84,7 @@ struct verbs {
   void (*read_counters)(struct ibv_context* context, struct verbs_counters* counters);
 
   /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7"
-   * (soft/emulation/fault_injection.h has them all). EINVAL, and no change, for a list with anything it does not know.
-   */
+   * (soft/emulation/fault_injection.h has them all). EINVAL, and no change, for a list with anything else. */
   int (*inject)(struct ibv_context* context, const char* faults);
 
   /* Ranks of one host play hosts of their own: what processes of a host share, they share with this one's. Before any

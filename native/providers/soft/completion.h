@@ -10,13 +10,16 @@
 
 /* To the state ERR. */
 void soft_qp_fail(struct soft_qp* qp);
+
 /* After this no peer writes into the posted receives, or with RDMA_WRITE; those without a message are flushed. */
 void soft_stop_receiving(struct soft_qp* qp);
 
 /* The completion of the first SEND that has not left. */
 void soft_cq_add(struct soft_qp* qp, const struct ibv_send_wr* wr, enum ibv_wc_status status);
+
 /* Whether completions can outnumber the queue at all; a queue sized for its queue pairs never counts them. */
 static inline bool soft_cq_may_overrun(const struct soft_cq* cq) { return cq->demand > (uint64_t)cq->verbs.cqe; }
+
 /* Fails the queue if it has more completions than it has room for. */
 void soft_cq_check_overrun(struct soft_cq* cq);
 
@@ -33,6 +36,7 @@ static inline bool soft_receive_is_complete(const struct soft_qp* qp, uint64_t p
   return atomic_load_explicit(&completion->sequence, memory_order_acquire) == position + 1;
 }
 
+/* The first SEND that has not left leaves, or fails with its queue pair. */
 static inline void soft_complete_send(struct soft_qp* qp, const struct ibv_send_wr* wr, enum ibv_wc_status status) {
   qp->sq_left++;
   const struct soft_profile* profile = soft_context(qp->verbs.context)->profile;

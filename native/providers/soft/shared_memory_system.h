@@ -1,5 +1,5 @@
-/* What differs between systems: shared_memory_memfd.c (Linux) and shared_memory_posix.c (macOS). Both have mode 0600.
- */
+/* What differs between systems: shared_memory_memfd.c (Linux) and shared_memory_posix.c (macOS). Both make segments of
+ * mode 0600. */
 #pragma once
 
 #include "shared_memory.h"

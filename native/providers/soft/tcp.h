@@ -25,9 +25,8 @@
 
 /* Connections that peers have made, the unfinished ones included: a third is for those that have not proven the key. */
 #define TCP_MAX_RECEIVERS (4 * SOFT_MAX_QP)
-#define TCP_MAX_STRANGERS                                                                   \
-  (2 * SOFT_MAX_QP) /* as many as peers can need at the same time, or they would be in each \
-                       other's way */
+/* As many as peers can need at the same time, or they would be in each other's way. */
+#define TCP_MAX_STRANGERS (2 * SOFT_MAX_QP)
 #define TCP_HANDSHAKE_NS UINT64_C(5000000000)
 
 #define TCP_NONCE_BYTES 16

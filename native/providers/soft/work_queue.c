@@ -14,7 +14,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <string.h>
 
 static bool is_allowed(const struct soft_profile *profile, enum ibv_wr_opcode opcode) {
   if (__builtin_expect(opcode == IBV_WR_SEND, 1)) return true;

@@ -12,7 +12,6 @@
 #include "remote.h"
 
 #include <errno.h>
-#include <string.h>
 #include <unistd.h>
 
 #define WRITER_ENDED ((UINT64_C(1) << 32) - 1) /* one in progress less, one ended more */
