@@ -166,7 +166,7 @@ class Handler(APIHandler):
 
     def _authorize(self) -> None:
         key, given = self._frontend.api_key, self.headers.get("Authorization", "")
-        # Not by ==, whose duration tells how many of the first characters are right.
+        # Not by ==, whose duration depends on how many of the first characters are right.
         if key and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {key}".encode()):
             raise Refusal("the API key is missing or wrong; send it as Authorization: Bearer KEY", 401)
         # A browser sends it for any page that the user of this machine looks at.
