@@ -14,7 +14,7 @@ from mlxdist.nn.interception import become, restore
 
 from .base.errors import InvalidArgument, NonFinite
 from .nn.rank_checks import agreed
-from .runtime.group.group import Group, GroupLike
+from .runtime.group.group import Group, GroupLike, engine_of
 from .runtime.operations.arguments import group_of
 from .runtime.operations.collectives import all_min, broadcast
 
@@ -112,7 +112,8 @@ class NanGuard:
         text = ""
         if rank == group.rank():
             text = self._report(activations[: number + 1], extremes) if activations else self._none_called()
-            text += f" [rank {group._world.rank} on {group._world.host}]"
+            world = engine_of(group).world
+            text += f" [rank {world.rank} on {world.host}]"
         raise (InvalidArgument if number == _NONE_CALLED else NonFinite)(_text_of(rank, text, group))
 
     def close(self) -> None:

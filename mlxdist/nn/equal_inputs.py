@@ -19,7 +19,7 @@ from zlib import crc32
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, engine_of
 from mlxdist.runtime.native import bridge
 
 from .adapters_of_rows import given_adapters
@@ -55,7 +55,7 @@ def require_equal(value: Any, group: Group) -> Any:
         return value
     adapters, _ = given_adapters()
     also = crc32(repr(adapters).encode())
-    return bridge.require_equal(value, group.connection, also, _ADVICE)
+    return bridge.require_equal(value, engine_of(group).connection, also, _ADVICE)
 
 
 def inputs_of(*arguments: Any) -> list[mx.array]:

@@ -32,7 +32,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group, GroupLike
+from mlxdist.runtime.group.group import Group, GroupLike, engine_of
 from mlxdist.runtime.label import label_scope, next_text
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
@@ -127,8 +127,7 @@ def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, *, group: Gr
 def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, *, group: GroupLike | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the sum of all ranks' cotangents."""
     axis = _axis("gather_from_sequence_parallel_region", x, axis)
-    # False: not MLX's gradient of all_gather, which is this rank's part of its own cotangent alone.
-    return _along(axis, lambda x, group: bridge.all_gather(x, group.connection, False), x, group_of(group))
+    return _along(axis, lambda x, group: bridge.all_gather(x, engine_of(group).connection, False), x, group_of(group))
 
 
 def reduce_scatter_to_sequence_parallel_region(

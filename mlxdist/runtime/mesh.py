@@ -10,7 +10,7 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, Mismatch
 
 from .devices.paths import Path
-from .group.group import Group, GroupLike
+from .group.group import Group, GroupLike, engine_of
 from .operations import collectives
 from .operations.arguments import group_of
 
@@ -192,7 +192,7 @@ def _product(sizes: dict[str, int]) -> str:
 
 def _gather(group: Group, sizes: dict[str, int]) -> tuple[list[str], np.ndarray]:
     """The host of each rank, and the `Path` between every two."""
-    world, n = group._world, group.size()
+    world, n = engine_of(group).world, group.size()
     own = [world.rank, *sizes.values()]
     rows = collectives.all_gather(np.array([own], np.int32), group=group)
     for rank, row in enumerate(rows.tolist()):

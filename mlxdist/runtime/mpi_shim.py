@@ -199,14 +199,15 @@ def join(shim: int) -> tuple[int, int]:
     Returns the address of the engine's group, and that of the bridge's ``operation_failed``.
     """
     from .group.default_group import init
+    from .group.group import engine_of
     from .native import bridge
 
-    group = init()
+    engine = engine_of(init())
     mpi_shim = _MpiShim(shim)
-    group.add_mpi_shim(mpi_shim)
+    engine.add_mpi_shim(mpi_shim)
     _give_streams(mpi_shim.label_thread)
     _add_sum_scatter()
-    return group.connection.group, bridge.operation_failed()
+    return engine.connection.group, bridge.operation_failed()
 
 
 # The place of the other rank's number among the arguments of MLX's messages.

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import GroupLike
+from mlxdist.runtime.group.group import GroupLike, engine_of
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.ordering import Order
 
@@ -70,7 +70,7 @@ def average_gradients(
         return gradients
     described = tuple(Gradient(path, tuple(leaf.shape), leaf.dtype) for path, leaf in flat)
     plan, structure = _planned(described, all_reduce_size, reduce_dtype, weight is not None)
-    compared = group.connection.mlx_group(-1.0, structure)
+    compared = engine_of(group).connection.mlx_group(-1.0, structure)
 
     total: Any = group.size()
     # Ranks may evaluate parts of the result in different orders; the messages still leave in one.

@@ -14,7 +14,7 @@ from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed, described
 from mlxdist.runtime.group.channel import Channel
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, engine_of
 from mlxdist.runtime.mesh import Mesh
 
 from .gradient_buckets import BucketPlan, Gradient
@@ -117,7 +117,7 @@ class GradientChannel(Channel):
 
     def add_up(self, array: mx.array, structure: int) -> mx.array:
         """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have another ``structure``."""
-        group = self.group.connection.mlx_group(-1.0, structure)
+        group = engine_of(self.group).connection.mlx_group(-1.0, structure)
         return mx.distributed.all_sum(array, group=group, stream=self.stream)
 
 

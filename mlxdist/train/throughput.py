@@ -11,7 +11,7 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument, Mismatch
 from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.group import Group, GroupLike
+from mlxdist.runtime.group.group import Group, GroupLike, engine_of
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather
 
@@ -207,7 +207,7 @@ class Throughput:
 
     def _counters(self) -> np.ndarray:
         """Of all groups of this process."""
-        stats = self._group._world.counters()
+        stats = engine_of(self._group).world.counters()
         return np.array([stats.get(name, 0) for name in _COUNTERS], np.int64)
 
 
@@ -221,12 +221,12 @@ def _measured_here(group: Group) -> dict[str, float]:
     if group.rank() > 0:
         return {}
     found = {_label(name): host.tflops for name, host in measured_hosts().items()}
-    return {_label(group._world.host): found["localhost"]} | found if "localhost" in found else found
+    return {_label(engine_of(group).world.host): found["localhost"]} | found if "localhost" in found else found
 
 
 def _measured_peak(group: Group, measured: dict[str, float]) -> float | None:
     """TFLOPS of the hosts of all ranks by rank 0's ``measured``; ``None`` if one is not measured."""
-    own = _label(group._world.host).encode()[:_MAX_HOST_BYTES]
+    own = _label(engine_of(group).world.host).encode()[:_MAX_HOST_BYTES]
     rows = _gathered(np.frombuffer(own.ljust(_MAX_HOST_BYTES, b"\0"), np.uint8), group)
     hosts = {row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows}
     known = sum(measured[host] for host in hosts) if hosts <= measured.keys() else 0.0

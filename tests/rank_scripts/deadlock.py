@@ -19,6 +19,7 @@ import numpy as np
 import mlxdist
 from mlxdist.base.errors import Error
 from mlxdist.runtime.diagnostics.deadlock import TAG
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -110,7 +111,7 @@ def late() -> None:
 
 def inject(faults: str, then: str = "", seconds: float = 1.2) -> None:
     """Faults of this rank's links; and others after some seconds."""
-    check(lib.mlxdist_group_inject_faults(group._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(engine_of(group).native, faults.encode()))
     if then:
         threading.Thread(target=lambda: (waiting.late(seconds), inject(then)), daemon=True).start()
 
@@ -229,8 +230,8 @@ def malformed() -> None:
         with contextlib.suppress(Error):
             for _ in range(5):
                 for data in MALFORMED:
-                    group._world._rendezvous.send((rank + 1) % size, TAG, data)
-                waiting.late(0.2)
+                    engine_of(group).world._rendezvous.send((rank + 1) % size, TAG, data)
+                time.sleep(0.2)
 
     threading.Thread(target=flood, daemon=True).start()
     recv_and_recv()

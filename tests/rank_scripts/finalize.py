@@ -11,9 +11,10 @@ import threading
 import numpy as np
 
 import mlxdist
+from mlxdist.runtime.group.group import engine_of
 
 group = mlxdist.init()
-inject = group._world.native_group.inject_faults
+inject = engine_of(group).world.native_group.inject_faults
 mlxdist.all_sum(np.ones(1000, np.float32))
 group.barrier()
 timers = []

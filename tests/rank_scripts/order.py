@@ -13,6 +13,8 @@ import mlx.nn as nn
 import numpy as np
 
 import mlxdist
+from mlxdist.nn import ExpertParallelSwitchGLU
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.label import label_scope
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -196,8 +198,6 @@ def experts_differ() -> None:
     """One rank computes the gradient of other experts, of the same shapes, than the others."""
     from mlx_lm.models.switch_layers import SwitchGLU
 
-    from mlxdist.nn import ExpertParallelSwitchGLU
-
     experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group=group)
     experts.path = f"layers.{int(odd_one)}.switch_mlp"
     mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
@@ -231,7 +231,7 @@ def void() -> None:
         from mlxdist.runtime.native import ffi, lib
 
         call = ffi.new("mlxdist_call *", {"timeout": -1})
-        native = ffi.cast("mlxdist_group *", group.connection.group)
+        native = ffi.cast("mlxdist_group *", engine_of(group).connection.group)
         lib.mlxdist_enqueue(native, call, lib.MLXDIST_ALL, lib.MLXDIST_ALL)
         lib.mlxdist_group_abort(native, lib.MLXDIST_ABORTED, b"all_sum does not run: a test")
     mlxdist.all_sum(value(1))

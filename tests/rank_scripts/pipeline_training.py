@@ -23,6 +23,7 @@ import mlxdist
 from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.runtime.diagnostics.step import current_computing
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import bridge
 from mlxdist.train import clip_grad_norm, fully_shard, stage_loss, value_and_grad
 from mlxdist.train.trainer import masked_loss
@@ -338,7 +339,7 @@ def counted(name):
         mx.eval(step(model, *batch))
         bridge.wait_for_cpu_streams()  # no gradient waits for what this rank sends
         group.meet()
-        return group._world.counters()["payload_bytes_sent"]
+        return engine_of(group).world.counters()["payload_bytes_sent"]
 
     before = sent_after_a_step()
     sent = sent_after_a_step() - before

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import mlxdist
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -23,7 +24,7 @@ rank, size = group.rank(), group.size()
 
 
 def inject(faults: str) -> None:
-    check(lib.mlxdist_group_inject_faults(group._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(engine_of(group).native, faults.encode()))
 
 
 def compute(seconds: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from collectives import KIB, OPERATIONS, elements, group
 
 import mlxdist
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 # Within one message, at its limits, within what may be sent unasked, and above.
@@ -18,7 +19,7 @@ DTYPES = ["float16", "int32", "complex64"]
 
 
 def main(faults: str) -> None:
-    check(lib.mlxdist_group_inject_faults(group._native, f"{faults},seed={group.rank() + 3}".encode()))
+    check(lib.mlxdist_group_inject_faults(engine_of(group).native, f"{faults},seed={group.rank() + 3}".encode()))
     case = 0
     for operation, _ in OPERATIONS.values():
         for dtype in DTYPES:

@@ -17,6 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist import train
 from mlxdist.nn.models.cuts import cuts
+from mlxdist.runtime.group.group import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import wait_for
@@ -159,7 +160,7 @@ def dtypes() -> None:
 
 
 def counters() -> dict[str, int]:
-    return group._world.counters()
+    return engine_of(group).world.counters()
 
 
 def messages() -> None:

@@ -35,7 +35,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.group.group import Group, GroupLike
+from mlxdist.runtime.group.group import Group, GroupLike, engine_of
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
 
@@ -87,7 +87,7 @@ class LinkCosts:
     @classmethod
     def of(cls, *, group: Group) -> LinkCosts:
         """The costs in rank 0's tuning file for such a ``group`` (`mlxdist calibrate`), else :meth:`assumed` ones."""
-        for known in group._world.native_group.tuning.expert_links:
+        for known in engine_of(group).world.native_group.tuning.expert_links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
             if (known["provider"], known["ranks"]) == (group.provider, group.size()) and len(costs) == len(COLLECTIVES):
                 return cls(group.provider, group.size(), costs, known["plan"], measured=True)

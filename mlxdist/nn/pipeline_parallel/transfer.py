@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group.channel import Channel
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.ordering import Order
 
@@ -53,7 +54,7 @@ class Transfer(Channel):
         order = order or Order(self.stream)
 
         def leave(x: mx.array) -> mx.array:
-            sent: mx.array = bridge.send(x, self.group.connection, to, self.stream, equal=list(inputs))
+            sent: mx.array = bridge.send(x, engine_of(self.group).connection, to, self.stream, equal=list(inputs))
             return sent
 
         return [order.carry_out(leave, x, *after) for x in arrays]
@@ -72,7 +73,7 @@ class Transfer(Channel):
         order = order or Order(self.incoming)
 
         def arrive(passed: Passed, token: mx.array) -> mx.array:
-            shape, connection = [batch, length, *passed.shape[1:]], self.group.connection
+            shape, connection = [batch, length, *passed.shape[1:]], engine_of(self.group).connection
             received: mx.array = bridge.recv(
                 token, connection, src, shape, passed.dtype, self.incoming, equal=list(inputs)
             )
@@ -83,7 +84,7 @@ class Transfer(Channel):
     def broadcast(self, x: mx.array, root: int, call: int) -> mx.array:
         """``x`` of a stage on all stages. Ranks on which MLX evaluates the results of several calls in other orders
         raise Mismatch, by their number ``call``."""
-        result: mx.array = bridge.broadcast(x, self.group.connection, root, self.results, structure=call)
+        result: mx.array = bridge.broadcast(x, engine_of(self.group).connection, root, self.results, structure=call)
         return result
 
 

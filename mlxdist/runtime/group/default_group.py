@@ -12,7 +12,8 @@ from ..diagnostics import flight_recorder
 from ..native import bridge
 from ..timeout import native_timeout
 from . import at_exit
-from .group import Group
+from .engine_group import EngineGroup
+from .group import Group, engine_of
 from .world import World
 
 __all__ = ["current_run", "default_group", "finalize", "init"]
@@ -43,7 +44,7 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
     """
     global _world
     group = _world
-    if group is not None and not group._closed and backend == "any" and timeout is None:
+    if group is not None and not engine_of(group).is_over and backend == "any" and timeout is None:
         return group  # the common case
     if backend not in ("any", "mlxdist"):
         raise errors.InvalidArgument(
@@ -54,11 +55,11 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
         # A group of one holds nothing, and can be re-created.
         if (
             _world is None
-            or (_world._world.ended and not _world._world.forked)
-            or (_world._closed and _world.size() == 1)
+            or (engine_of(_world).world.ended and not engine_of(_world).world.forked)
+            or (engine_of(_world).is_over and _world.size() == 1)
         ):
             _world = _create(strict)
-        _world._require_open()
+        engine_of(_world).require_open()
         if timeout is not None:
             _world.timeout = timeout
         return _world
@@ -71,9 +72,9 @@ def default_group() -> Group:
         InvalidArgument: the group of several ranks has been finalized.
     """
     group = _world
-    if group is None or group._closed and group.size() == 1:
+    if group is None or engine_of(group).is_over and group.size() == 1:
         return init()
-    group._require_open()
+    engine_of(group).require_open()
     return group
 
 
@@ -90,7 +91,7 @@ def finalize() -> None:
 def current_run() -> str:
     """The run that this process is part of, the same on all ranks: a job with all its restarts."""
     world = _world
-    return Environment.read().run if world is None else world._world.native_group.run
+    return Environment.read().run if world is None else engine_of(world).world.native_group.run
 
 
 def _create(strict: bool) -> Group:
@@ -103,7 +104,7 @@ def _create(strict: bool) -> Group:
                 "`mlxdist launch -n 2 -- python ...`"
             )
     world = World(environment, socket.gethostname())
-    group = Group(world, world.connection)
+    group = Group(EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     at_exit.register(world)
     return group

@@ -1,7 +1,6 @@
 """A group of ranks: its properties, its subgroups and its end."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +9,16 @@ import mlx.core as mx
 from mlxdist.base import errors
 from mlxdist.base.environment import ALGORITHMS
 
-from ..diagnostics import flight_recorder
-from ..label import label_of, next_label
-from ..native import bridge, ffi, last_error, layout, lib
+from ..label import label_of
+from ..native import bridge, ffi, layout, lib
 from ..timeout import native_timeout
 from . import at_exit
-from .handle import Handle, Operation
+from .engine_group import EngineGroup
 from .process_bound import ProcessBound
 from .registration import Registration
 from .tuning import OPERATIONS
-from .world import World
 
-__all__ = ["Group", "GroupLike"]
-
-# What a blocking operation brings along (mlxdist_call), made once a thread: the engine copies it when it begins.
-_calls = threading.local()
+__all__ = ["Group", "GroupLike", "engine_of"]
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
 _OPERATIONS = {name: number for number, name in enumerate(OPERATIONS, 1)}
@@ -46,22 +40,13 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
     ``mx.distributed``, ``mlx.nn`` and mlx-lm then run on mlxdist's transport.
     """
 
-    def __init__(self, world: World, connection: Any) -> None:
-        self._world = world
-        self._connection = connection  # the bridge's view of the native group
-        self._rank: int = connection.rank
-        self._size: int = connection.size
-        self._closed = False
-        # mlxdist_group *; None in a group of one, and when operations are over
-        self._native = ffi.cast("mlxdist_group *", connection.group) if self._size > 1 else None
-        self._mlx: mx.distributed.Group = connection.mlx_group()
+    def __init__(self, engine: EngineGroup) -> None:
+        self._engine = engine
+        self._rank, self._size = engine.rank, engine.size
+        self._mlx = engine.mlx_group()
         self._timeout: float | None = None
-        # One entry for each thread that is in the engine. Appending and taking away are single steps of the
-        # interpreter: a lock would cost as much as a small operation.
-        self._running: list[None] = []
         self._lanes: dict[str, Group] = {}
         self._making_lanes = threading.Lock()
-        world.add(self)
 
     def _as_group(self) -> "Group":
         return self
@@ -77,8 +62,8 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
     @property
     def mlx(self) -> mx.distributed.Group:
         """The same group for MLX: ``mx.distributed.all_sum(x, group=group.mlx)``."""
-        if self._closed:
-            self._require_open()
+        if self._engine.is_over:
+            self._engine.require_open()
         return self._mlx
 
     @property
@@ -89,7 +74,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
     @property
     def provider_reason(self) -> str:
         """Why that provider was chosen ("all ranks are on one host")."""
-        return self._world.native_group.provider_reason
+        return self._engine.world.native_group.provider_reason
 
     @property
     def timeout(self) -> float | None:
@@ -104,11 +89,11 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        self._require_open()
+        self._engine.require_open()
         limit = native_timeout("Group.timeout", seconds)
         self._timeout = seconds
-        if self._native is not None:
-            lib.mlxdist_group_set_timeout(self._native, limit)
+        if self._engine.native is not None:
+            lib.mlxdist_group_set_timeout(self._engine.native, limit)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part.
@@ -119,7 +104,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         Raises:
             Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
         """
-        self.call(native_timeout("barrier", timeout), lib.mlxdist_barrier)
+        self._engine.call(native_timeout("barrier", timeout), lib.mlxdist_barrier)
 
     def meet(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it, and has done what it has submitted to MLX.
@@ -140,8 +125,8 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         mx.synchronize()
         bridge.wait_for_cpu_streams()
         self.barrier(timeout)
-        if self._native is not None:
-            lib.mlxdist_expect_late(self._native)
+        if self._engine.native is not None and not self._engine.is_over:
+            lib.mlxdist_expect_late(self._engine.native)
 
     def split(self, color: int, key: int = -1) -> "Group | None":
         """Makes a group of the ranks that pass the same ``color``, as ``mx.distributed.Group.split`` does.
@@ -195,15 +180,10 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
             return self._lanes[name]
 
     def _split(self, color: int, key: int, label: int) -> "Group | None":
-        try:
-            self._running.append(None)
-            self._require_open()
-            connection = self._connection.split(color, key, label)
-        finally:
-            self._running.pop()
-        if connection is None:
+        engine = self._engine.split(color, key, label)
+        if engine is None:
             return None
-        group = Group(self._world, connection)
+        group = Group(engine)
         if self._timeout is not None:
             group.timeout = self._timeout
         return group
@@ -222,9 +202,9 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
             InvalidArgument: ``buffer`` is no buffer, or not contiguous.
             ResourceError: the device can register no more.
         """
-        self._require_open()
-        registration = Registration(buffer, self._native)
-        self._world.registrations.add(registration)
+        self._engine.require_open()
+        registration = Registration(buffer, self._engine.native)
+        self._engine.world.registrations.add(registration)
         return registration
 
     def algorithm(self, operation: str, array: int | Any) -> str:
@@ -237,18 +217,18 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         Raises:
             InvalidArgument: there is no such operation, or it has no choice.
         """
-        self._require_open()
+        self._engine.require_open()
         if operation not in _OPERATIONS:
             raise errors.InvalidArgument(
                 f"algorithm: {operation!r} is no operation with a choice; those are {', '.join(_OPERATIONS)}"
             )
-        if self._native is None:
+        if self._engine.native is None:
             return "none"
         nbytes = array if isinstance(array, int) else array.nbytes
         if operation == "scatter":  # the engine goes by what arrives, since only the root has the whole
             nbytes //= self._size
         described = layout("uint8", (nbytes,))
-        return ALGORITHMS[lib.mlxdist_group_algorithm(self._native, _OPERATIONS[operation], described)]
+        return ALGORITHMS[lib.mlxdist_group_algorithm(self._engine.native, _OPERATIONS[operation], described)]
 
     def stats(self) -> dict[str, int]:
         """Counters since the group began: operations, bytes, work requests, times in nanoseconds.
@@ -256,11 +236,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         The keys are the fields of ``mlxdist_stats`` in ``mlxdist.h``, which explains them and says which are the
         group's own and which the process's. All are 0 in a group of one.
         """
-        self._require_open()
-        counters = ffi.new("mlxdist_stats *")
-        if self._native is not None:
-            lib.mlxdist_group_stats(self._native, counters)
-        return {name: getattr(counters, name) for name, _ in ffi.typeof("mlxdist_stats").fields}
+        return self._engine.stats()
 
     def abort(self, reason: str) -> None:
         """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.
@@ -268,8 +244,8 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         Any thread may call it. Operations that are under way end at once, in evaluations of MLX too, and later ones
         raise the same error.
         """
-        self._require_open()
-        self._world.abort(reason)
+        self._engine.require_open()
+        self._engine.world.abort(reason)
 
     def finalize(self) -> None:
         """Waits until all ranks have come here, then takes the world down: this group and those split off.
@@ -282,113 +258,27 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
             InvalidArgument: this group was made by :meth:`split`: it needs no end of its own.
             Mismatch, Timeout, PeerLost, Aborted: the other ranks did not come.
         """
-        if self._connection is not self._world.connection:
+        world = self._engine.world
+        if not self._engine.is_world:
             raise errors.InvalidArgument(
                 "finalize: a group made by split() ends by itself, when it is no longer used or with the world; "
                 "finalize the group of mlxdist.init()"
             )
-        if not self._world.closed:
+        if not world.closed:
             at_exit.unregister()
             if leaving := at_exit.exit_in_progress():
-                self._world.end_with(leaving)
-        self._world.finalize()
-
-    # For mlxdist's own modules.
-
-    def call(self, limit: float, function: Callable[..., int], *arguments: Any) -> None:
-        """Calls an operation of the engine on this group and waits for it; nothing in a group of one.
-
-        ``limit``: its deadline, from `native_timeout`.
-        """
-        try:  # around the first line too: Ctrl-C may come anywhere
-            self._running.append(None)  # first: finalize() closes the group, then looks here
-            native = self._native
-            if native is None:
-                self._require_open()
-                return
-            if not (own := getattr(_calls, "own", None)):
-                call = ffi.new("mlxdist_call *")
-                own = _calls.own = call, int(ffi.cast("uintptr_t", call))
-            call, address = own
-            bridge.fill_call(address, limit, next_label())
-            if status := function(native, *arguments, call):
-                raise self._error(status)
-        finally:
-            self._running.pop()
-
-    def start(
-        self, name: str, limit: float, result: Any, memory: Any, function: Callable[..., int], *arguments: Any
-    ) -> Handle:
-        """Starts an operation of the engine. ``memory``: what it works on; ``result``: what its handle gives."""
-        pending = self._world.pending
-        pending.sweep()
-        operation = Operation(name, (self, memory), pending)
-        bridge.fill_call(int(ffi.cast("uintptr_t", operation.call)), limit, next_label())
-        try:
-            self._running.append(None)
-            native = self._native
-            if native is None:
-                self._require_open()
-                return Handle(None, pending, result)
-            pending.running.add(operation)
-            if status := function(native, *arguments, operation.call):
-                raise self._error(status)
-            return Handle(operation, pending, result)
-        finally:
-            if operation.call.handle == ffi.NULL:  # it has not started
-                pending.running.discard(operation)
-            self._running.pop()
-
-    @property
-    def connection(self) -> Any:
-        """The bridge's handle. Its ``mlx_group(timeout, structure, label)`` is for operations of MLX, which have none.
-
-        A timeout of -1 is the group's. A ``structure`` of less than 63 bits must be equal on all ranks, as shapes must.
-        """
-        if self._closed:
-            self._require_open()
-        return self._connection
-
-    def add_mpi_shim(self, shim: Any) -> None:
-        """Adds an MPI shim (mpi_shim.py), which ends with the world: see :attr:`World.mpi_shims`."""
-        self._require_open()
-        self._world.mpi_shims.append(shim)
-
-    def shut(self) -> None:
-        """Makes every later operation raise."""
-        self._closed = True
-        self._native = None
-
-    def is_idle(self, seconds: float) -> bool:
-        """Whether all calls have returned, after at most ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return not self._running
+                world.end_with(leaving)
+        world.finalize()
 
     def __repr__(self) -> str:
-        return f"<mlxdist.Group rank {self._rank} of {self._size}{', finalized' if self._closed else ''}>"
-
-    def _error(self, status: int) -> errors.Error:
-        error = errors.from_status(status, last_error())
-        if status == lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
-            return error
-        self._world.pending.error_reported = True
-        return flight_recorder.explain(error)
-
-    def _require_open(self) -> None:
-        if not self._closed:
-            return
-        if self._world.forked:
-            raise errors.InvalidArgument(
-                f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the "
-                "process that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
-            )
-        raise errors.InvalidArgument(
-            f"the group of rank {self._rank} has been finalized; do this before finalize(), or in the group that "
-            "mlxdist.init() makes when all ranks call it again"
-        )
+        return f"<mlxdist.Group rank {self._rank} of {self._size}{', finalized' if self._engine.is_over else ''}>"
 
     def _text(self, function: Callable[[Any], Any], alone: str) -> str:
-        self._require_open()
-        return alone if self._native is None else ffi.string(function(self._native)).decode()
+        self._engine.require_open()
+        native = self._engine.native
+        return alone if native is None else ffi.string(function(native)).decode()
+
+
+def engine_of(group: Group) -> EngineGroup:
+    """What mlxdist's own modules call in place of the group's public methods."""
+    return group._engine

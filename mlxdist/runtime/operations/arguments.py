@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlxdist.base import errors
 
 from ..group.default_group import default_group
-from ..group.group import Group, GroupLike
+from ..group.group import Group, GroupLike, engine_of
 from ..label import next_label
 from ..timeout import native_timeout
 
@@ -115,7 +115,12 @@ class Call:
         label = next_label()
         if self.timeout is None and not label:
             return self.group.mlx
-        return self.group.connection.mlx_group(self.limit, 0, label)
+        return self.connection.mlx_group(self.limit, 0, label)
+
+    @property
+    def connection(self) -> Any:
+        """The bridge's handle of the group."""
+        return engine_of(self.group).connection
 
     def error(self, problem: str) -> errors.InvalidArgument:
         return errors.InvalidArgument(f"{self.name}: {problem}")

@@ -118,7 +118,7 @@ def all_gather(x: Array, **options: Unpack[Options]) -> Array:
     """
     call = Call("all_gather", options)
     if (array := call.lazy(x)) is not None:
-        return bridge.all_gather(array, call.group.connection, True, call.stream, call.limit, next_label())
+        return bridge.all_gather(array, call.connection, True, call.stream, call.limit, next_label())
     return eager.all_gather(call, eager.array(call, x))
 
 
@@ -209,7 +209,7 @@ def all_to_all_v(x: Array, send_counts: Sequence[int], recv_counts: Sequence[int
     call = Call("all_to_all_v", options)
     if (array := call.lazy(x)) is not None:
         counts = call.row_counts(array.shape, send_counts, recv_counts)
-        return bridge.all_to_all_v(array, call.group.connection, *counts, call.stream, call.limit, next_label())
+        return bridge.all_to_all_v(array, call.connection, *counts, call.stream, call.limit, next_label())
     return eager.all_to_all_v(call, eager.array(call, x), send_counts, recv_counts)
 
 
@@ -245,7 +245,7 @@ def _all_reduce(name: str, x: Any, op: str, options: Options) -> Any:
         return eager.all_reduce(call, eager.array(call, x), reduction)
     if op == "sum":
         return mx.distributed.all_sum(array, group=call.mlx_group, stream=call.stream)
-    return bridge.all_reduce(array, call.group.connection, reduction, call.stream, call.limit, next_label())
+    return bridge.all_reduce(array, call.connection, reduction, call.stream, call.limit, next_label())
 
 
 def _reduce_scatter(name: str, x: Any, op: str, options: Options) -> Any:
@@ -261,7 +261,7 @@ def _carry_out(
         return at_once(call, eager.array(call, x), *arguments)
     if divided:
         call.chunk_shape(array.shape)
-    return lazily(array, call.group.connection, *arguments, call.stream, call.limit, next_label())
+    return lazily(array, call.connection, *arguments, call.stream, call.limit, next_label())
 
 
 def _reduction(name: str, op: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mlxdist.base import errors
 
+from ..group.group import engine_of
 from ..native import dtype_number, ffi, layout, lib
 from .arguments import Call
 
@@ -148,8 +149,8 @@ def _exchange(
 
 def _run(call: Call, result: Any, function: Callable[..., int], *arguments: Any) -> Result:
     if call.async_op:
-        return call.group.start(call.name, call.limit, result, arguments, function, *arguments)
-    call.group.call(call.limit, function, *arguments)
+        return engine_of(call.group).start(call.name, call.limit, result, arguments, function, *arguments)
+    engine_of(call.group).call(call.limit, function, *arguments)
     return result
 
 

@@ -49,7 +49,7 @@ def send(x: Array, dst: int, **options: Unpack[SendOptions]) -> Array:
     call.check_peer("dst", dst)
     if (array := call.lazy(x)) is None:
         return eager.send(call, x, dst)
-    return bridge.send(array, call.group.connection, dst, call.stream, call.limit, next_label())
+    return bridge.send(array, call.connection, dst, call.stream, call.limit, next_label())
 
 
 @operation
@@ -121,7 +121,7 @@ def sendrecv(
         raise call.error(f"dtype must be one of MLX, as x is an mx.array, not {dtype!r}")
     return bridge.sendrecv(
         array,
-        call.group.connection,
+        call.connection,
         dst,
         src,
         list(shape),
@@ -134,4 +134,4 @@ def sendrecv(
 
 def _traced_recv(call: Call, token: mx.array, shape: Sequence[int], dtype: mx.Dtype, src: int) -> Any:
     shape = call.receive_shape(shape)
-    return bridge.recv(token, call.group.connection, src, list(shape), dtype, call.stream, call.limit, next_label())
+    return bridge.recv(token, call.connection, src, list(shape), dtype, call.stream, call.limit, next_label())

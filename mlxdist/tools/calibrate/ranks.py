@@ -8,6 +8,7 @@ from typing import Any
 import mlxdist
 from mlxdist.base.environment import Environment
 from mlxdist.nn.expert_parallel.policy import calibrate
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, Row
 from mlxdist.runtime.native import check, ffi, lib
 
@@ -69,7 +70,7 @@ class Algorithms(Workload):
     def _tune(self, rows: list[Row]) -> None:
         """Replaces the table of the group. All ranks do so between the same two operations."""
         table = ffi.new("mlxdist_tuning[]", [row.native() for row in rows])
-        check(lib.mlxdist_group_set_tuning(self.world._native, table, len(rows)))
+        check(lib.mlxdist_group_set_tuning(engine_of(self.world).native, table, len(rows)))
 
 
 class ExpertLinks(Workload):
