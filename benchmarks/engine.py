@@ -14,6 +14,7 @@ import numpy as np
 
 import mlxdist
 from mlxdist import _native
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, ffi
 from mlxdist.tools.bench.operations import Inputs, add, count_wrong
 from mlxdist.tools.bench.timing import Work
@@ -34,7 +35,7 @@ def engine_work(size: int, world: mlxdist.Group) -> Work:
     data = Inputs("float32", size // 4, world.size())
     x, expected = data[world.rank()], add(data)
     out = np.full_like(expected, -1)
-    group = ctypes.c_void_p(int(ffi.cast("uintptr_t", world._native)))
+    group = ctypes.c_void_p(int(ffi.cast("uintptr_t", engine_of(world).native)))
 
     def block(calls: int) -> list[float]:
         times = (ctypes.c_double * calls)()

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from programs import carry_out, world
 
 import mlxdist
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 faulthandler.register(signal.SIGUSR1)  # what hangs is asked where
@@ -34,9 +35,9 @@ def say(**news: object) -> None:
 
 
 def inject(faults: str, seed: int = 0) -> None:
-    check(lib.mlxdist_group_inject_faults(world._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(engine_of(world).native, faults.encode()))
     if seed:
-        check(lib.mlxdist_group_inject_faults(world._native, f"seed={seed}".encode()))
+        check(lib.mlxdist_group_inject_faults(engine_of(world).native, f"seed={seed}".encode()))
 
 
 def play(plan: dict) -> None:

@@ -19,6 +19,7 @@ import mlxdist
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference
 
+from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 __all__ = ["carry_out", "inject", "world"]
@@ -287,7 +288,7 @@ def finish_evaluated(started: list[tuple[Call, Any]]) -> None:
 
 def inject(faults: str) -> None:
     """Into what this rank sends from now on (mlxdist_group_inject_faults); each rank draws its own."""
-    check(lib.mlxdist_group_inject_faults(world._native, f"{faults},seed={world.rank()}".encode()))
+    check(lib.mlxdist_group_inject_faults(engine_of(world).native, f"{faults},seed={world.rank()}".encode()))
 
 
 def carry_out(steps: list[dict], before: Callable[[int, dict], None] = lambda number, step: None) -> None:
