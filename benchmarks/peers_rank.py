@@ -23,10 +23,10 @@ from mlxdist.tools.bench.bandwidth import bandwidths
 from mlxdist.tools.bench.mlx_groups import mlx_group
 from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy, storage
 from mlxdist.tools.bench.timing import Work
-from mlxdist.tools.bench.workload import OURS, Workload
+from mlxdist.tools.bench.workload import OURS, BenchmarkWorkload
 
 
-class Memory(Workload):
+class Memory(BenchmarkWorkload):
     """One case: one operation, then the registered memory of all slabs of the rank that has most."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class Gloo:
         self._process.wait(60)
 
 
-class Peers(Workload):
+class Peers(BenchmarkWorkload):
     """Cases: operation, dtype, bytes, chain ("all_reduce", called from C, has none). Parameters: backends,
     gloo (its Python, or None), gloo_port, mpi4py (the directory with its packages, or None)."""
 

@@ -78,7 +78,8 @@ def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
     """
     text = ""
     try:
-        text = data.removeprefix("\ufeff") if isinstance(data, str) else data.decode("utf-8-sig")
+        # Not "utf-8-sig", which Python loads from a file when it is first used: rank 0 may be out of descriptors then.
+        text = (data if isinstance(data, str) else data.decode()).removeprefix("\ufeff")
         return (_OF_OTHERS if repeated else _DECODER).decode(text)
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8"

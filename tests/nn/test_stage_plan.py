@@ -1,9 +1,11 @@
 """`plan_stages`: which stage has which layers, next to all plans that there are."""
 
+import functools
 import itertools
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny_models
 from hypothesis import given, settings
@@ -12,7 +14,12 @@ from hypothesis import strategies as st
 from mlxdist import InvalidArgument
 from mlxdist.nn import StagePlan, plan_stages
 
-MODELS = {layers: tiny_models.build("qwen3_moe", num_hidden_layers=layers) for layers in (2, 3, 5, 7)}
+LAYERS = (2, 3, 5, 7)
+
+
+@functools.cache
+def model_of(layers: int) -> nn.Module:
+    return tiny_models.build("qwen3_moe", num_hidden_layers=layers)
 
 
 def slowest(plan, ranges, link):
@@ -30,14 +37,14 @@ def slowest(plan, ranges, link):
 @given(data=st.data())
 def test_the_best_of_all_plans(data):
     """Every layer once, in order, in stages that are not empty; no other plan has a faster slowest stage."""
-    layers = data.draw(st.sampled_from(list(MODELS)))
+    layers = data.draw(st.sampled_from(LAYERS))
     virtual = data.draw(st.integers(1, 2))
     stages = data.draw(st.integers(1, max(1, layers // virtual)))
     numbers = st.lists(st.floats(0.1, 10), min_size=stages, max_size=stages)
     rank_shares, link = data.draw(st.none() | numbers), data.draw(st.none() | st.floats(1e-3, 10))
     if stages * virtual > layers:
         return
-    plan = plan_stages(MODELS[layers], stages, rank_shares=rank_shares, link=link, virtual=virtual)
+    plan = plan_stages(model_of(layers), stages, rank_shares=rank_shares, link=link, virtual=virtual)
     assert [start for start, _ in plan.ranges] == [0, *(stop for _, stop in plan.ranges[:-1])]
     assert plan.ranges[-1][1] == layers and all(start < stop for start, stop in plan.ranges)
     assert sorted(number for stage in range(stages) for number in plan.layers(stage)) == list(range(layers))
@@ -51,7 +58,7 @@ def test_the_best_of_all_plans(data):
 @given(stages=st.integers(1, 5), share=st.floats(0.05, 1.2))
 def test_memory(stages, share):
     """Below the limit, or an error that says by how much it is too small."""
-    model = MODELS[5]
+    model = model_of(5)
     limit = int(plan_stages(model, 1).bytes(0) * share)
     try:
         plan = plan_stages(model, stages, memory=limit)
@@ -63,18 +70,18 @@ def test_memory(stages, share):
 
 def test_memory_of_all_ranges_of_a_stage():
     """Each of two virtual stages would fit, but not both."""
-    full = plan_stages(MODELS[5], 2, virtual=2)
+    full = plan_stages(model_of(5), 2, virtual=2)
     with pytest.raises(InvalidArgument, match="the memory is too small: stage"):
-        plan_stages(MODELS[5], 2, virtual=2, memory=max(map(full.bytes, range(2))) - 1)
+        plan_stages(model_of(5), 2, virtual=2, memory=max(map(full.bytes, range(2))) - 1)
 
 
 def test_memory_of_each_stage_moves_layers():
-    full = plan_stages(MODELS[5], 2)
+    full = plan_stages(model_of(5), 2)
     layer = full.layer_bytes[0]
-    plan = plan_stages(MODELS[5], 2, memory=[full.bytes(0) - layer, full.bytes(1) + 2 * layer])
+    plan = plan_stages(model_of(5), 2, memory=[full.bytes(0) - layer, full.bytes(1) + 2 * layer])
     assert len(plan.layers(0)) == len(full.layers(0)) - 1
     with pytest.raises(InvalidArgument, match=r"stage 0 would hold .* and has room for 1 B"):
-        plan_stages(MODELS[5], 2, memory=[1, 10**9])
+        plan_stages(model_of(5), 2, memory=[1, 10**9])
 
 
 def test_stages_that_are_twice_as_fast_have_twice_the_layers():

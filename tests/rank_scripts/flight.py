@@ -9,6 +9,7 @@ import numpy as np
 
 import mlxdist
 from mlxdist import nn
+from mlxdist.runtime.group.group import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import late, wait_for
@@ -20,7 +21,7 @@ x, lazy = np.ones((3, 4), np.float32), mx.ones((3, 4))
 
 def show() -> None:
     """Writes the record as it is now, for the test to read."""
-    mlxdist.runtime.group.engine_of(group).world.recorder.dump("the test")
+    engine_of(group).world.recorder.dump("the test")
 
 
 def operations() -> None:

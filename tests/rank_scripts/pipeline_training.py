@@ -239,7 +239,7 @@ def with_checkpointing(name):
     expected = by_reference(full, batch, 4)
     tiny_models.checkpoint_layers(model)
     pipeline_parallel(model, group=mesh["pp"])
-    step = value_and_grad(model, default_loss, mesh=mesh, accumulate=4, schedule="zero_bubble")
+    step = value_and_grad(model, default_loss, mesh=mesh, micro_batches=4, schedule="zero_bubble")
     compare(model, *step(model, *batch), *expected)
 
 

@@ -82,8 +82,10 @@ def test_another_version_is_reported_to_both_sides_at_once(monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_second_rank_of_the_same_number_is_rejected(when, monkeypatch):
     """Before the group is complete, and after."""
-    job, servers, make = Job(3), [], server.Server.__init__
-    monkeypatch.setattr(server.Server, "__init__", lambda one, *arguments: servers.append(one) or make(one, *arguments))
+    job, servers, make = Job(3), [], server.RendezvousServer.__init__
+    monkeypatch.setattr(
+        server.RendezvousServer, "__init__", lambda one, *arguments: servers.append(one) or make(one, *arguments)
+    )
     with ThreadPoolExecutor(4) as pool:
         first = [pool.submit(Rendezvous, job.environment(rank)) for rank in (0, 1)]
         if when == "after":

@@ -24,7 +24,7 @@ from mlxdist.cluster.hostfile.writing import save
 from mlxdist.nn.layout.partition import split_sizes
 from mlxdist.nn.models.plan import plan_shards
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
-from mlxdist.runtime.group.group import tuning
+from mlxdist.runtime.group import tuning
 from mlxdist.tools.bench.results import by_case
 from mlxdist.tools.calibrate import measure
 from mlxdist.tools.calibrate.hosts import judge

@@ -41,7 +41,7 @@ def test_trace_has_the_lines_of_both_writers(run_ranks, tmp_path):
         assert ("info", "connection") in said and ("trace", "message") in said
         assert (("info", "rendezvous") in said) == (rank == 0)
         operations = [text for _, _, _, subsystem, text in written if subsystem == "operation"]
-        assert operations[0] == "starts all_sum #1 of float32 [3] in group 0, debug.py:11"
+        assert operations[0] == "starts all_sum #1 of float32 [3] in group 0, debug.py:12"
         assert re.fullmatch(r"ends all_sum #1 of float32 \[3\] in group 0 after 0\.\d+ s", operations[1])
 
 

@@ -8,7 +8,7 @@ from mlxdist.base import tuning_file
 from mlxdist.base.environment import MAX_RANKS, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cluster.hostfile.rank_shares import check_hosts
-from mlxdist.runtime.group.group import tuning
+from mlxdist.runtime.group import tuning
 from mlxdist.runtime.group.tuning import MAX_BYTES, MAX_ROWS, Row, Tuning
 from mlxdist.runtime.native import ffi, lib
 from mlxdist.tools.calibrate.algorithms import choose, measured_sizes

@@ -18,7 +18,7 @@ from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .results import Results, Show, Target, failed, print_results, results_console
 from .runner import LAYERS, THIS_MACHINE, Runner, require_package, with_ranks
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["Benchmark", "finish", "repeats_option"]
 
@@ -54,7 +54,7 @@ class Benchmark:
         two_ranks_here: there is no choice of ranks and hosts.
     """
 
-    workload: type[Workload]
+    workload: type[BenchmarkWorkload]
     _: KW_ONLY
     show: Show
     targets: Callable[[Results], list[Target]] | None = None

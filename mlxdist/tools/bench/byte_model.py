@@ -12,8 +12,6 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .models import make_qwen2
-
 __all__ = ["byte_tokenizer", "save_byte_model", "save_byte_tokenizer"]
 
 _END = "<|end|>"
@@ -28,6 +26,8 @@ def save_byte_model(directory: Path, hidden: int, layers: int) -> Path:
     Each token of an answer is one visible ASCII character, so that a stream has an event for each, and none is the
     end: answers have as many tokens as are asked for.
     """
+    from .models import make_qwen2  # not needed for the tokenizer, which tests use
+
     model = make_qwen2(hidden, layers, 256 + 1)
     model.update(tree_map(lambda array: array * 2, model.parameters()))
     model.lm_head.weight[_VISIBLE:] = 0  # never the largest logit

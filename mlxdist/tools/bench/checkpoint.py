@@ -21,7 +21,7 @@ from .results import Comparison, Results, Row, Target, by_case, case_name
 from .runner import ONE_THREAD, Runner
 from .sizes import multiples_of
 from .timing import Work
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["CheckpointSaves", "checkpoint", "targets"]
 
@@ -29,7 +29,7 @@ STEPS, ASYNCHRONOUS, WAITING = "no save", "asynchronous", "waiting"
 LOST = 0.05  # of the time of a step
 
 
-class CheckpointSaves(Workload):
+class CheckpointSaves(BenchmarkWorkload):
     """Cases: hidden, layers, rows, steps. Parameters: directory."""
 
     blocks = {"calls": 1}

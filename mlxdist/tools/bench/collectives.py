@@ -17,7 +17,7 @@ from .results import Results, table_of
 from .runner import Runner
 from .sizes import SIZE, SIZES, check_range, check_sizes, names_of, size_range, sized_cases
 from .timing import Work
-from .workload import OURS, Workload
+from .workload import OURS, BenchmarkWorkload
 
 __all__ = ["Collectives", "collectives"]
 
@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-class Collectives(Workload):
+class Collectives(BenchmarkWorkload):
     """Cases: operation, dtype, bytes. Parameters: api ("mlx", "engine")."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from .results import Comparison, Results, Target, by_case, case_name, peak_colum
 from .runner import Runner
 from .sizes import multiples_of, names_of
 from .timing import Work
-from .workload import Workload, evaluated, peak_memory
+from .workload import BenchmarkWorkload, evaluated, peak_memory
 
 __all__ = ["SequenceShards", "cp", "targets"]
 
@@ -28,7 +28,7 @@ NOT_SLOWER, HALF = 1.0, 0.5
 TOLERANCE = 1e-4  # of the largest element: float32, sums of thousands of terms in another order
 
 
-class SequenceShards(Workload):
+class SequenceShards(BenchmarkWorkload):
     """Cases: operation "forward" or "training", tokens, heads, kv_heads, dims."""
 
     blocks = {"warm_up": 1, "calls": 1}

@@ -21,7 +21,7 @@ from .results import Comparison, Results, Row, Target, by_case, case_name
 from .runner import Runner
 from .sizes import SIZE
 from .timing import CORES, Work
-from .workload import Workload, evaluated
+from .workload import BenchmarkWorkload, evaluated
 
 __all__ = ["GradientOverlap", "dp", "targets"]
 
@@ -30,7 +30,7 @@ HIDDEN = 0.6
 TOLERANCE = 1e-5  # of the largest element: the same sums, in float32
 
 
-class GradientOverlap(Workload):
+class GradientOverlap(BenchmarkWorkload):
     """Cases: operation "step", layers, dims, rows, bucket. Parameters: pinned."""
 
     blocks = {"calls": 1}

@@ -26,7 +26,7 @@ from .results import Comparison, Results, Target, by_case, case_name
 from .runner import Runner, require_package
 from .sizes import multiples_of, names_of
 from .timing import Work, asleep
-from .workload import Workload, evaluated
+from .workload import BenchmarkWorkload, evaluated
 
 __all__ = ["SHAPES", "Experts", "ep", "make_block", "route", "shard_as_mlx_lm", "targets"]
 
@@ -80,7 +80,7 @@ SHAPES = {
 }
 
 
-class Experts(Workload):
+class Experts(BenchmarkWorkload):
     """Cases: operation (a name of `SHAPES`), tokens. Parameters: scale (or None), sharded."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from .results import Comparison, Results, Target, by_case, case_name, peak_colum
 from .runner import Runner
 from .sizes import multiples_of
 from .timing import Work
-from .workload import OURS, Workload, peak_memory
+from .workload import OURS, BenchmarkWorkload, peak_memory
 
 __all__ = ["MLX", "OURS", "RING", "ShardedTraining", "fsdp", "targets"]
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-4  # of the largest element: the same sums, in float32, through a
 Arrays = dict[str, mx.array]
 
 
-class ShardedTraining(Workload):
+class ShardedTraining(BenchmarkWorkload):
     """Cases: operation "step", hidden, layers, vocabulary, tokens."""
 
     blocks = {"calls": 1}

@@ -18,7 +18,7 @@ from .results import Comparison, Results, Target, by_case, case_name
 from .runner import Runner
 from .sizes import multiples_of, names_of
 from .timing import Work
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["PromptCaches", "kv", "targets"]
 
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # of the largest element
 _VOCABULARY = 64
 
 
-class PromptCaches(Workload):
+class PromptCaches(BenchmarkWorkload):
     """Cases: operation "transfer" or "first token", hidden, layers, tokens."""
 
     blocks = {"calls": 1}

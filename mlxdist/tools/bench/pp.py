@@ -21,7 +21,7 @@ from .results import Comparison, Results, Row, Target, by_case, case_name
 from .runner import Runner
 from .sizes import multiples_of, names_of
 from .timing import Work
-from .workload import Workload, evaluated
+from .workload import BenchmarkWorkload, evaluated
 
 __all__ = ["Pipelines", "pp", "targets"]
 
@@ -39,7 +39,7 @@ OPERATIONS = {
 }
 
 
-class Pipelines(Workload):
+class Pipelines(BenchmarkWorkload):
     """Cases: operation "training", "generation" or "slowed", hidden, layers, vocabulary, and what each needs."""
 
     blocks = {"calls": 1}

@@ -1,4 +1,4 @@
-"""What every rank of a benchmark runs: it makes the `Workload` of the benchmark, and hands back its results.
+"""What every rank of a benchmark runs: it makes the `BenchmarkWorkload` of the benchmark, and hands back its results.
 
     python -m mlxdist.tools.bench.rank package.module:Class JOB
 
@@ -24,12 +24,12 @@ from mlxdist.cluster.ssh.rpc_server import claim_streams
 
 from .machine import describe_machine
 from .timing import ForeignLoad, exchange, measure_limits, pin
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["main"]
 
 
-def find(target: str) -> type[Workload]:
+def find(target: str) -> type[BenchmarkWorkload]:
     module, _, name = target.rpartition(":")
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).parent))

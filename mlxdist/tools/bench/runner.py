@@ -1,8 +1,8 @@
 """Runs a benchmark: starts the ranks, shows their progress, and collects what rank 0 hands back.
 
-A benchmark is a list of cases, and a `Workload` that measures one of them. Both go to the ranks as compressed JSON on
-their command line. Results come back as marked lines of rank 0's standard output; all other output of ranks goes to the
-standard error. The ranks need no common file system.
+A benchmark is a list of cases, and a `BenchmarkWorkload` that measures one of them. Both go to the ranks as compressed
+JSON on their command line. Results come back as marked lines of rank 0's standard output; all other output of ranks
+goes to the standard error. The ranks need no common file system.
 """
 
 from __future__ import annotations

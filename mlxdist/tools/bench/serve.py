@@ -30,7 +30,7 @@ from .serve_load import ANSWER_SIGMA, PROMPT_SIGMA, Answer, arrivals, ask_all, l
 from .serve_servers import ALONE, DRAFTS, MLX_LM, OURS, RING, SPLIT, Job, accepted_drafts, running
 from .sizes import names_of
 from .timing import exchange, quantiles
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["Alone", "serve", "targets"]
 
@@ -54,7 +54,7 @@ class Load:
     questions: list[dict[str, Any]]
 
 
-class Alone(Workload):
+class Alone(BenchmarkWorkload):
     """Cases: "questions", one for each rank at most. Each has "name", "prompt_tokens", "answer_tokens".
 
     Parameters: model. The result of a question is its "prompt", the "answer" of mlx-lm on one process, and how

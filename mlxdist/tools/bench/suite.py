@@ -28,7 +28,7 @@ from .results import Comparison, Results, hosts_of
 from .runner import ONE_THREAD, Runner, has_mpirun
 from .sizes import SIZES, check_sizes, names_of, size_range, sized_cases
 from .timing import Work, exchange
-from .workload import OURS, Workload
+from .workload import OURS, BenchmarkWorkload
 
 __all__ = ["MEASURED", "Suite", "Way", "collective", "exactly", "plan", "suite"]
 
@@ -60,7 +60,7 @@ CACHED = 128
 BOTH_WAYS = ("ring",)
 
 
-class Suite(Workload):
+class Suite(BenchmarkWorkload):
     """Cases: operation, with dtype and bytes or with tokens. Parameters: backends, device, quick, warm_up,
     iterations."""
 

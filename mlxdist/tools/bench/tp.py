@@ -23,7 +23,7 @@ from .results import Result, Results, Row, Target, by_case, find, spread, table_
 from .runner import Runner, without_missing_mpi
 from .sizes import multiples_of, names_of
 from .timing import Work, asleep, slowest
-from .workload import Workload
+from .workload import BenchmarkWorkload
 
 __all__ = ["Layers", "communication", "targets", "tp"]
 
@@ -50,7 +50,7 @@ COPY_UP_TO = 256 << 20  # bytes; more is copied no faster
 PROMPT = [1, 2, 3, 4]
 
 
-class Layers(Workload):
+class Layers(BenchmarkWorkload):
     """Cases: family, hidden, and operation "decode" or "prefill" with tokens and cached, or "generate" with layers,
     vocabulary and tokens, for a full model. Parameters: backends, device."""
 

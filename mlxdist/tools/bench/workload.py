@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark run: a `Workload`, and what it says of each case."""
+"""What the ranks of a benchmark run: a `BenchmarkWorkload`, and what it says of each case."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .bandwidth import impossible
 from .limits import LIMITS
 from .timing import Work, copy_work, interleave, limit_works, quantiles, slowest
 
-__all__ = ["OURS", "Workload", "evaluated", "peak_memory", "total"]
+__all__ = ["OURS", "BenchmarkWorkload", "evaluated", "peak_memory", "total"]
 
 OURS = "mlxdist"
 
 
-class Workload:
+class BenchmarkWorkload:
     """Measures cases; all ranks make one, with the group and the parameters of the run.
 
     A call with a case gives its results, on all ranks alike: those of `time`, and ``{"variant", "absent"}`` for a

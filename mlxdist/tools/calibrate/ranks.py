@@ -14,7 +14,7 @@ from mlxdist.runtime.native import check, ffi, lib
 
 from ..bench.operations import CASES, SAME_AS, Eager, Inputs
 from ..bench.timing import Work, copy_work, exchange
-from ..bench.workload import Workload
+from ..bench.workload import BenchmarkWorkload
 from .links import MESSAGE_BYTES, measure_link
 
 __all__ = ["Algorithms", "ExpertLinks", "Links"]
@@ -24,7 +24,7 @@ BLOCKS = (3, 50)  # of messages over a link
 COPIES = 3
 
 
-class Links(Workload):
+class Links(BenchmarkWorkload):
     """Measures links. A case has source and target; ``parameters`` has the seconds for each."""
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Links(Workload):
         return [case | exchange(found, self.world)[target]]
 
 
-class Algorithms(Workload):
+class Algorithms(BenchmarkWorkload):
     """Measures algorithms. A case has operation and, except for barrier, bytes."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Algorithms(Workload):
         check(lib.mlxdist_group_set_tuning(engine_of(self.world).native, table, len(rows)))
 
 
-class ExpertLinks(Workload):
+class ExpertLinks(BenchmarkWorkload):
     """Measures exchanges of tokens, by `mlxdist.nn.expert_parallel.policy.calibrate`. Its only case has no fields."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
