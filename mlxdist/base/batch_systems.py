@@ -14,9 +14,9 @@ from .json_reader import parse_json
 __all__ = ["SchedulerRank", "scheduler_rank", "reject_launchers"]
 
 _MAX_PROCESSES = 1 << 20
-# Rank, size. PMIx has no variable for the size; those who use it, Open MPI and srun, have one of their own.
+# Variables of rank and size. PMIx has none for the size; Open MPI and srun, which use PMIx, have one of their own.
 _STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", ""))
-# Those that give their ranks no number that `scheduler_rank` knows.
+# Launchers that number their ranks by variables that `scheduler_rank` does not read.
 _OWN_RANKS = ("mlx.launch", "torchrun")
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 

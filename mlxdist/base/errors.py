@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 
-# What stands behind a text: where it happened. Errors travel as text, through C, C++ and from rank to rank.
+# The origin at the end of a message. Errors pass as text through C and C++ and from rank to rank, without attributes.
 _ORIGIN = re.compile(r" \[rank (\d{1,9}) on ([^\s\]]+)(?: in (.+?)(?: #(\d{1,19})(?: .*)?)?)?\]$", re.DOTALL)
 
-# The engine keeps 1023 bytes of a text.
+# The engine truncates a message to 1023 bytes.
 _MAX_BYTES = 1000
 
 
 class Error(RuntimeError):
     """Base of the family. A RuntimeError, because that is what MLX turns every C++ exception into.
 
-    Where the first cause lies is also in attributes, each ``None`` where that is not known or does not apply.
+    Attributes have the origin of the first cause; each is ``None`` where it is not known or does not apply.
     """
 
     __module__ = "mlxdist"  # a traceback shows the name by which users catch it
@@ -65,7 +65,7 @@ class Error(RuntimeError):
 
     @property
     def operation(self) -> str | None:
-        """The operation that that rank was in, such as "all_sum"."""
+        """The operation that ran on that rank, such as "all_sum"."""
         found = self._origin()
         return found and found[3]
 
@@ -80,7 +80,7 @@ class Error(RuntimeError):
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument was refused before any work."""
+    """An argument was rejected before any work."""
 
 
 class Mismatch(Error):
@@ -105,11 +105,11 @@ class TransportError(Error):
 
 
 class ResourceError(Error):
-    """Out of memory, or of objects that the device has a limited number of."""
+    """Memory is exhausted, or objects of which the device has a limited number."""
 
 
 class RendezvousError(Error):
-    """The ranks did not find together: some are missing, or one was refused."""
+    """The rendezvous of the ranks failed: some ranks are missing, or one was rejected."""
 
 
 class NonFinite(Error, FloatingPointError):
@@ -124,7 +124,7 @@ class EnvironmentVariableError(Error, ValueError):
     """An ``MLXDIST_*`` variable is unknown, malformed, or contradicts another one."""
 
 
-# enum mlxdist_status of mlxdist.h. From 101 on ours, for errors that pass through C++ alone.
+# enum mlxdist_status of mlxdist.h. Numbers from 101 on exist only here, for errors that pass through C++ alone.
 _STATUS_OF: dict[type[Error], int] = {
     InvalidArgument: 1,
     Mismatch: 2,
@@ -162,7 +162,7 @@ def to_tagged_text(error: Error) -> str:
 
 
 def by_name(name: str) -> type[Error]:
-    """The class of the family with this name, for errors from another rank; Error itself for a name that is none."""
+    """The class of the family with this name, for errors from another rank; Error itself for an unknown name."""
     kind = globals().get(name) if name in __all__ else None
     return kind if isinstance(kind, type) and issubclass(kind, Error) else Error
 
@@ -172,7 +172,7 @@ def located(text: str, rank: int, host: str) -> str:
     if _ORIGIN.search(text):
         return text
     where = f" [rank {rank} on {host}]"
-    # A long text is cut, and never the origin, which other ranks read from its end.
+    # Truncation shortens the message and never the origin, which other ranks parse from the end of the text.
     kept = text.encode()[: _MAX_BYTES - len(where.encode())].decode(errors="ignore")
     return f"{kept}{where}"
 

@@ -44,7 +44,7 @@ def gpu_of_rank(variables: Mapping[str, str], local_rank: int, gpus: Sequence[Gp
     names = [str(gpu.index) for gpu in gpus] if listed is None else [name for name in listed.split(",") if name]
     if not gpus or not names:
         return {}
-    # The numbers of nvidia-smi; CUDA's own order is by speed.
+    # The order of nvidia-smi, in which users count GPUs; CUDA's default order is by speed.
     return {
         VISIBLE: names[local_rank % len(names)],
         "CUDA_DEVICE_ORDER": variables.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),

@@ -1,7 +1,7 @@
 """The one reader of JSON: of files, of what other hosts and ranks send, and of what programs print.
 
-It rejects what the standard library takes although JSON does not have it, or leaves open what it means: NaN, Infinity,
-a number such as 1e999 that is infinite as a float, and a name that is twice in one object.
+The standard library accepts text that JSON does not have or does not define. This reader rejects it: NaN, Infinity, a
+number such as 1e999 that is infinite as a float, and a name that occurs twice in one object.
 """
 
 import json
@@ -16,16 +16,16 @@ from typing import Any
 
 __all__ = ["Located", "NestedTooDeeply", "parse_json", "parse_located"]
 
-# Strings come first: what is in one is no number.
+# Strings come first, so that digits inside a string are not taken for a number.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?', re.DOTALL)
 
 
 class NestedTooDeeply(ValueError):
-    """Lists and objects in each other, more than Python's recursion limit."""
+    """A JSON text nests lists and objects more deeply than Python's recursion limit."""
 
 
 class _Rejected(ValueError):
-    """What the standard library would take. ``number``: as it stands in the text, if it is one."""
+    """A value that the standard library accepts. ``number``: its spelling in the text, to locate it there; or empty."""
 
     def __init__(self, problem: str, number: str = "") -> None:
         super().__init__(problem)
@@ -71,10 +71,12 @@ def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
     """The value of a JSON text in UTF-8, which may begin with a byte order mark.
 
     Args:
-        repeated: of two values with one name the last counts. For what other programs print or send.
+        repeated: accept a name that occurs twice in an object, for text that other programs print or send. The last
+            value counts.
 
     Raises:
-        ValueError: it is no JSON, or is rejected; the message says where. One of them is NestedTooDeeply.
+        ValueError: the text is not JSON, or has a rejected value; the message gives the position if it is known.
+            NestedTooDeeply is a subclass.
     """
     text = ""
     try:
@@ -95,14 +97,14 @@ def parse_json(data: bytes | bytearray | str, *, repeated: bool = False) -> Any:
 
 
 def _place(text: str, number: str) -> str:
-    """Where it stands first. The decoder does not say."""
+    """The first line and column of ``number``, for a message: the decoder passes its hooks no position."""
     at = next((found.start() for found in _TOKEN.finditer(text) if found[0] == number), 0)
     return f" (line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)})"
 
 
 @dataclass(frozen=True)
 class Located:
-    """A value of JSON: what it is, with the values in it located as well, and the line it begins in, from 1."""
+    """A JSON value and the line in which it begins, from 1. The values inside a list or an object are Located, too."""
 
     value: Any
     line: int
@@ -122,7 +124,7 @@ class _LocatingDecoder(json.JSONDecoder):
     def __init__(self, text: str) -> None:
         super().__init__(object_pairs_hook=_once, parse_int=_whole, **_NUMBERS)
         self._line_ends = [at for at, letter in enumerate(text) if letter == "\n"]
-        # Without declared types: the parts of the decoder that are in Python.
+        # The scanner in C passes hooks no position. These Python parts of the decoder do; stubs do not declare them.
         parse_object, parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
         self.parse_object = lambda begin, strict, scan, *hooks: parse_object(begin, strict, self._located, *hooks)
         self.parse_array = lambda begin, scan: parse_array(begin, self._located)
@@ -139,7 +141,7 @@ class _LocatingDecoder(json.JSONDecoder):
 
 
 def _once(pairs: list[tuple[str, Located]]) -> dict[str, Located]:
-    """An object's members. Of two with one name, JSON leaves open which counts."""
+    """The members of an object. Raises ValueError for a repeated name: JSON does not define which value counts."""
     members: dict[str, Located] = {}
     for name, value in pairs:
         if name in members:
@@ -149,10 +151,10 @@ def _once(pairs: list[tuple[str, Located]]) -> dict[str, Located]:
 
 
 def parse_located(text: str) -> Located:
-    """As `parse_json`, with the line of each value, for files that people write. Slow: it is in Python.
+    """Parses JSON like `parse_json`, with the line of each value, for files that people write. Slow: it is in Python.
 
     Raises:
-        ValueError: with "line N: ...".
+        ValueError: the text is not JSON, or has a rejected value; the message begins with the line, "line N".
     """
     try:
         return _LocatingDecoder(text).decode(text)

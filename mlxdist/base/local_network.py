@@ -1,7 +1,7 @@
 """macOS 15 and later lets a program use the local network only where the user has agreed (Apple's technote TN3179).
 
-Programs that Terminal or an ssh server has started may; an editor's terminal, and what a closed ssh connection has left
-running, may not. All that they see is errno 65 (EHOSTUNREACH), as without a route.
+Programs that Terminal or an ssh server has started have access. An editor's terminal has none, nor has a process that
+a closed ssh connection has left running: its connections fail with errno 65 (EHOSTUNREACH), as without a route.
 """
 
 import errno

@@ -31,7 +31,7 @@ class _Output:
         self.descriptor: int | None = None  # None: stderr
 
     def write(self, level: int, subsystem: str, text: str) -> None:
-        # Warnings are for everyone: one that is not selected writes them, too.
+        # Subsystems that are not selected write warnings, too: a filter for details must not hide a failure.
         if level > self.level or (level > _WARN and self.subsystems and subsystem not in self.subsystems):
             return
         now = time.time_ns()
@@ -41,7 +41,7 @@ class _Output:
         with contextlib.suppress(OSError):  # a full disk is no reason to fail
             if self.descriptor is None:
                 sys.stderr.flush()
-            # One write: other processes may write there, too.
+            # One write per line, so that lines of processes that share the file do not mix.
             os.write(2 if self.descriptor is None else self.descriptor, line)
 
 

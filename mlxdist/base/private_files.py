@@ -11,13 +11,13 @@ __all__ = ["is_private_directory", "make_private_directory", "open_private"]
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Like os.open; a new file is for this user only. Child processes do not inherit the descriptor.
+    """Opens a file like os.open; a new one is for this user only. Child processes do not inherit the descriptor.
 
     Raises:
-        OSError: it is a link, even one of this user's, belongs to another user, is a file with a second name, or
+        OSError: the path is a link, even one of this user's, belongs to another user, is a file with a second name, or
             cannot be opened.
     """
-    # Not to wait for the reader of a pipe: it may be another user's.
+    # O_NONBLOCK, because opening a pipe waits for its reader, and another user may have put the pipe there.
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -26,7 +26,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
         raise
     found = os.fstat(descriptor)
     is_file = stat.S_ISREG(found.st_mode)
-    # What is no file, such as /dev/null or a terminal, may be the system's.
+    # A device, such as /dev/null or a terminal, may belong to root.
     ours = (os.geteuid(),) if is_file else (os.geteuid(), 0)
     if found.st_uid not in ours or (is_file and found.st_nlink > 1):
         os.close(descriptor)

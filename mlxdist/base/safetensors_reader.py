@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorLayout(Protocol):
-    """Where the bytes of a tensor lie in a file: from ``offset`` on, row by row."""
+    """The layout of a tensor in a file: dtype, shape, and ``offset``, from which on its rows follow without gaps."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -45,7 +45,7 @@ class TensorLayout(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: in ``file``, its first byte at ``offset``."""
+    """A tensor in ``file``, with its first byte at ``offset``."""
 
     name: str
     file: "WeightFile"
@@ -73,7 +73,7 @@ class StoredTensor:
 class WeightFile:
     """A safetensors file whose header has been read and found to be right.
 
-    Raises what `unusable` makes, naming the file and, where there is one, the tensor.
+    Raises the error of `unusable`, which names the file and, if one is at fault, the tensor.
     """
 
     path: Path
@@ -241,17 +241,17 @@ class Checkpoint:
 
 
 def local_shape(shape: Sequence[int], axis: int, slices: Sequence[slice]) -> tuple[int, ...]:
-    """The shape of ``slices`` of an array along ``axis``, one behind the other."""
+    """The shape of the concatenated ``slices`` of an array of ``shape`` along ``axis``; ``shape`` without slices."""
     if not slices:
         return tuple(shape)
     return (*shape[:axis], sum(part.stop - part.start for part in slices), *shape[axis + 1 :])
 
 
 def runs(tensor: TensorLayout, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Where in the file the bytes ``start`` to ``stop`` of the local part lie: pairs of a place and a number of bytes.
+    """Yields the places in the file of bytes ``start`` to ``stop`` of the local part: pairs of an offset and a length.
 
-    The local part is ``slices`` along ``axis``, one behind the other (all of the tensor if there are none), with its
-    rows first, as NumPy has it. Slices have a start and a stop inside the dimension, and no step.
+    The local part is ``slices`` along ``axis``, concatenated (the full tensor if there are none), in row-major order,
+    like NumPy's. Slices have a start and a stop inside the dimension, and no step.
     """
     if not slices:
         yield tensor.offset + start, stop - start

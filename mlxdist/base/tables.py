@@ -25,7 +25,7 @@ def text(table: Table, notes: Sequence[str], width: int = 160) -> str:
 
 
 def size(number: int) -> str:
-    """4096 as "4 KiB", 1536 as "1.5 KiB", 40,000 as "39.06 KiB"; fewer bytes than 10,000 are exact: "4092 B"."""
+    """A number of bytes as text: "1.5 KiB" for 1536, "39.06 KiB" for 40,000; exact below 10,000: "4092 B"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if number >= unit and number % (unit // 4) == 0:
             return f"{number / unit:g} {name}"

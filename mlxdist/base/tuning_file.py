@@ -4,7 +4,7 @@
     "algorithms"    which algorithm an operation uses: mlxdist/runtime/group/tuning.py
     "expert_links"  what exchanges of tokens cost: mlxdist/nn/expert_parallel/policy.py
 
-Its reader checks a section; docs/tuning.md describes the format. MLXDIST_TUNING_FILE names the file, or is "none".
+The reader of a section checks it; docs/tuning.md has the format. MLXDIST_TUNING_FILE names the file, or is "none".
 """
 
 import datetime

@@ -46,7 +46,7 @@ _MAX_SECONDS = 1e12  # in 30000 years
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The content of a file. Raises ValueError: it cannot be read, or is larger."""
+    """The content of a file. Raises ValueError: the file cannot be read, or has more than ``max_bytes``."""
     try:
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
@@ -67,7 +67,7 @@ def _value(fits: Callable[[Any], bool], wanted: str, convert: Callable[[Any], An
 
 
 def number(low: int, high: int) -> Check:
-    # Not isinstance, for which True is an integer, too.
+    # Not isinstance, which accepts True as an integer.
     return _value(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
@@ -77,7 +77,8 @@ def positive(most: float) -> Check:
 
 
 def _real(low: float, high: float, wanted: str, convert: Callable[[Any], Any] | None = float) -> Check:
-    """NaN is in no range. An integer may be too large for a float, which math.isfinite does not take."""
+    """A check for a number from ``low`` to ``high``, which NaN never is."""
+    # Not math.isfinite, which raises OverflowError for an integer that is too large for a float.
     return _value(lambda value: type(value) in (int, float) and low <= value <= high, wanted, convert)
 
 
@@ -190,18 +191,18 @@ def build(kind: Callable[..., _T], value: Any) -> _T:
 
 @functools.cache
 def checks_of(kind: Any) -> dict[str, Check]:
-    """By the names of the fields that are `checked`."""
+    """The checks of a dataclass, by the names of the fields that are `checked`."""
     return {one.name: one.metadata["check"] for one in fields(kind) if "check" in one.metadata}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of the known names that was probably meant."""
+    """The known name most similar to ``name``, which the user probably meant; None if none is similar."""
     import difflib  # seldom needed, and commands start fast
 
     return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to write for a name that does not exist, in words: the nearest one, or all."""
+    """Advice for an unknown ``name``, in words: the nearest known name, or all of them."""
     found = nearest(name, known)
     return f"did you mean {prefix}{found}?" if found else f"there are {', '.join(known)}"

@@ -35,9 +35,10 @@ __all__ = ["HostsJob", "address_for_others"]
 
 _STEP = 0.1  # between two looks at whether the user has given up
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
-# After the time that ranks have to leave: for the agents to say that nothing is left.
+# Seconds after the ranks' grace period in which agents report that no process is left.
 _END_SECONDS = 15.0
-# A host that receives nothing from the launcher for this long ends its ranks. Sleep, or Ctrl-Z, is silence, too.
+# A host that receives nothing from the launcher for this long ends its ranks. A sleeping or stopped (Ctrl-Z) launcher
+# sends nothing, too.
 SILENCE_SECONDS = 60.0
 _PINGS = 12  # in that time
 
@@ -91,7 +92,7 @@ class HostsJob:
 
     def __enter__(self) -> "HostsJob":
         allow_descriptors(len(self._host_of), len(self._hosts))
-        # The agent of a host that is this machine does that for it.
+        # Where this machine is one of the hosts, its agent keeps it awake.
         self._awake = None if any(host.is_local for host in self._hosts) else keep_awake(os.getpid())
         with contextlib.ExitStack() as undo:
             if self._awake is not None:
@@ -154,13 +155,13 @@ class HostsJob:
         if of_rank not in self._reported and (lost or of_rank.failed is not None):
             self._reported.append(of_rank)
             self._say(of_rank.why_lost() if lost else f"{of_rank.name}: {of_rank.failed}")
-        # Rank 0 waits for all others, and they wait for rank 0.
+        # In the rendezvous rank 0 waits for all others, and they wait for rank 0: no other host has to be notified.
         for host in self._hosts if rank == 0 else self._hosts[:1]:
             if host is not of_rank:
                 host.send_json(JobFrame.GONE, {"status": status}, rank)
 
     def awake(self) -> dict[str, str]:
-        """Why each Mac in the job may fall asleep, by name; "" where it stays awake."""
+        """The reason why each Mac in the job may fall asleep, by name; "" where it stays awake."""
         found = {} if self._awake is None else {"this Mac": self._awake.error}
         return found | {host.name: error for host in self._hosts for error in host.ready["awake"].values()}
 
@@ -202,7 +203,7 @@ class HostsJob:
                 raise ResourceError(
                     f"{host.name} has mlxdist {theirs!r:.40}, and this machine {__version__}; install the same version"
                 )
-            # What an agent keeps for the job would be in the way of the other one there.
+            # Two agents on one machine would use the same directory of the job.
             first = names.setdefault(host.hello.get("identity"), host.name)
             if first != host.name:
                 raise ResourceError(
@@ -227,7 +228,7 @@ class HostsJob:
 
         deadline = time.monotonic() + seconds
         with self._changed:
-            # In steps, for a signal does not end the wait for a condition.
+            # In short steps, because a signal does not interrupt the wait for a condition.
             while not self._changed.wait_for(lambda: not waiting(), _STEP) and time.monotonic() < deadline:
                 self._wakeup.require_none()
                 for interrupt in self.interrupts():
@@ -271,10 +272,10 @@ def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]
     if len(connections[0]) == 4:
         found = [connections[0][2]]  # by which ssh has reached it
     else:
-        # It is beside the launcher: who has reached the others.
+        # The first host is the launcher's machine: its addresses are those from which ssh reached the others.
         found = [words[0] for words in connections if len(words) == 4]
-    # A link-local address goes with an interface of the host that has it, such as %en0. Names of Macs (.local) often
-    # lead there first.
+    # A link-local address is valid only with an interface of the host that uses it, such as %en0. Names of Macs
+    # (.local) often resolve to one first.
     found = [address for address in found if not re.match("fe[89ab]", address, re.IGNORECASE)]
     found = found or [address for name in names for address in _ipv4_addresses(name.rpartition("@")[2])]
     if not found:

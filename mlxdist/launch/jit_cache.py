@@ -77,7 +77,7 @@ class JitCache:
 
     def _remove_unfinished(self) -> None:
         """Removes libraries that a killed rank may have written in part: MLX would load them in every later job."""
-        # Texts: there may be thousands, and each start of a job looks at them.
+        # Not Path objects, which take longer to make: there may be thousands of files, at each start of a job.
         files = [os.path.join(parent, name) for parent, _, names in os.walk(self.directory) for name in names]
         if len(files) > MAX_FILES:
             for rank in self.directory.glob("[0-9]*"):

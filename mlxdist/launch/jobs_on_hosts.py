@@ -63,7 +63,7 @@ def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
     return [job.name for job in jobs if job.name in running]
 
 
-# What runs on the hosts: functions that mlxdist.cli.rpc_server lists.
+# Functions that run on the hosts, through the table of mlxdist.cli.rpc_server.
 
 
 def list_here() -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
     return {"ended": ended, "running": running, "left": remove_stale_jobs()}
 
 
-# What calls them.
+# Functions that call those above, in the user's command.
 
 
 def list_on(selection: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,7 +11,8 @@ __all__ = ["LastLines"]
 KEPT = 20
 MAX_BYTES = 1000  # of a line
 
-# As of a rank of `mlxdist launch -- /usr/bin/python3 program.py`, where uv has made an environment for mlxdist alone.
+# The error of a rank whose Python has no mlxdist: `mlxdist launch -- /usr/bin/python3 program.py`, where uv has made an
+# environment for mlxdist alone.
 _OTHER_PYTHON = "ModuleNotFoundError: No module named 'mlxdist'"
 
 
@@ -36,7 +37,7 @@ class LastLines:
         return [line.decode(errors="replace") for line in lines]
 
     def advice(self) -> str:
-        """Advice about the last line; empty for a line that is not known."""
+        """Advice about the last line; empty for a line without known advice."""
         if not any(line.strip() == _OTHER_PYTHON for line in self.lines()[-1:]):
             return ""
         return (

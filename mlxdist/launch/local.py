@@ -45,7 +45,8 @@ __all__ = [
 _Rank = TypeVar("_Rank")
 _MAX_DESCRIPTORS = 10240  # OPEN_MAX: macOS rejects more, also where it reports no limit
 
-# A program's own file is compiled at each start, a module once. Behind Python's directories: it shadows none of theirs.
+# Python caches the bytecode of a module, but compiles a script at each start: so the reaper is imported. Its directory
+# comes last in the path, so that no file there shadows a module of Python.
 _REAPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
 
 
@@ -64,10 +65,10 @@ def base_environment(environ: Mapping[str, str], with_mpi_shim: bool = True) -> 
         variables.pop(mpi_shim.VARIABLE, None)  # that of the outer job
     if "MLXDIST_JOB" in environ:
         variables.pop("MLXDIST_FLIGHT_DIR", None)  # the launcher of the outer job has set it
-    # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
+    # Unbuffered, so that lines reach the launcher when they are printed, and none is lost with a killed rank.
     variables.setdefault("PYTHONUNBUFFERED", "1")
     if sys.prefix != sys.base_prefix:
-        # As if the virtual environment of this mlxdist were activated: `python` is the one that can import it.
+        # Like an activated virtual environment of this mlxdist, so that `python` is one that can import it.
         scripts = os.path.dirname(sys.executable)
         path = variables.get("PATH", os.defpath).split(os.pathsep)
         if scripts not in path:
@@ -241,7 +242,7 @@ class LocalJob:
             (temporary / name).write_text(text)
             variables[name] = str(temporary / name)
         if self.numbered:
-            # Ours, and those that programs and MLX's backends look for.
+            # mlxdist's variables, and those that programs and MLX's backends read.
             variables |= dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
             variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
             variables["MLX_LOCAL_RANK"] = str(local_rank)
@@ -304,7 +305,7 @@ class LocalJob:
             self._record.note_ranks(self._started)
 
     def awake(self) -> dict[str, str]:
-        """Why this Mac may fall asleep, or ""; nothing on other systems."""
+        """The reason why this Mac may fall asleep, or ""; nothing on other systems."""
         return {} if self._awake is None else {"this Mac": self._awake.error}
 
     def is_on_mac(self, rank: int) -> bool:

@@ -30,13 +30,13 @@ from .writer import MAX_BACKLOG, Writer
 __all__ = ["Output"]
 
 READ_BYTES = 65536
-# More does not fit into a pipe, so more is from a process that has escaped.
+# A pipe holds no more than this once its rank has ended: further bytes are from a process that has left the job.
 MAX_PIPE = 1 << 20
 # An unfinished line in a file is held back up to this size.
 MAX_HELD = 65536
-# Of the unfinished line on a terminal; a longer one is wider than any, and cannot be erased.
+# Bytes of an unfinished line on a terminal; a longer line would wrap on any terminal, and cannot be erased.
 MAX_DRAWN = 4096
-# Unbuffered Python writes a line and its end separately: what is about to be finished is not drawn unfinished.
+# Seconds before an unfinished line is drawn: unbuffered Python writes a line and its end separately.
 DELAY = 0.03
 # A piece of a line, up to where the cursor goes back to the left: the end of the line or an update of a progress bar.
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n))")
@@ -48,7 +48,7 @@ _CLEAR = b"\r\x1b[2K\x1b[0m"
 
 
 class Output:
-    """Output of all ranks, on the launcher's two streams. ``wake`` is called when it can take more, or less."""
+    """The output of all ranks, on the launcher's two streams. ``wake`` is called when these can take more, or less."""
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
         """Opens the logs. ``labels``: texts of equal width in front of each rank's lines. ``logs``: their directory."""
@@ -145,7 +145,7 @@ class Output:
         return bool(self._writer.broken)
 
     def write_error(self) -> str:
-        """Why the launcher's output cannot be written; empty if it can, or if only its reader is gone."""
+        """The reason why the launcher's output cannot be written; empty if it can, or if only its reader is gone."""
         for target, error in self._writer.broken.items():
             if error.errno != errno.EPIPE:
                 return f"the standard {'output' if target == 1 else 'error'} cannot be written: {error.strerror}"

@@ -18,8 +18,8 @@ def _from_proc(pids: Iterable[int]) -> dict[int, str]:
     for pid in pids:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
-                # After the command's name, which may contain anything: the state is the first field, and the start in
-                # clock ticks since the boot the twentieth.
+                # The command's name may contain anything, so fields count from its end: the first is the state, the
+                # twentieth the start in clock ticks since the boot.
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
@@ -34,7 +34,7 @@ def _from_ps(pids: Iterable[int]) -> dict[int, str]:
     wanted = ",".join(map(str, pids))
     if not wanted:
         return {}
-    # `lstart` is text of the locale: two processes compare it, so both take that of C.
+    # `lstart` depends on the locale, and two processes compare it: both use the locale C.
     command = ["ps", "-o", "pid=,state=,lstart=", "-p", wanted]
     lines = subprocess.run(command, stdout=subprocess.PIPE, env={"LC_ALL": "C", "PATH": "/bin:/usr/bin"}, text=True)
     rows = (line.split(None, 2) for line in lines.stdout.splitlines())

@@ -21,10 +21,10 @@ __all__ = ["LOST_DOMAINS", "PROTECTION_DOMAINS", "Reaper", "clean_up", "closing_
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
-# After SIGKILL; a process in an uninterruptible system call takes its time.
+# Seconds after SIGKILL. A process in an uninterruptible system call may need longer, and is left alone.
 AFTER_KILL = 2.0
-# After SIGTERM, for processes outside of a rank's group, and for those of a killed job, which the next job waits for.
-# On a Mac a process that is killed can cost objects of RDMA until the restart.
+# Seconds after SIGTERM, for processes outside of a rank's group, and for those of a killed job, which delay the next.
+# Longer on a Mac, where a killed process can cost kernel objects of RDMA until the restart.
 AFTER_TERM = 15.0 if sys.platform == "darwin" else 2.0
 STEP = 0.02
 PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
@@ -93,7 +93,7 @@ class Reaper:
         elif line.startswith("+"):
             self._living.add(int(line))
         else:
-            # From now on its number may go to another process once the group is empty: end it now, then forget it.
+            # Once the group is empty, the system may reuse its number. So the group is ended now, and then forgotten.
             group = -int(line)
             self._living.discard(group)
             self._ending[group] = ProcessGroup(group, self._grace, NATURAL_END)

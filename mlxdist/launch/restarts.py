@@ -27,7 +27,7 @@ __all__ = ["Follower", "name_of_start", "run_with_restarts"]
 # machine without memory or a full disk, often needs a moment to recover.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
-# A start that was ready for this many seconds gives back the restarts before it; the time is that of Kubernetes.
+# A start that was ready for this many seconds resets the count of restarts; Kubernetes uses the same time.
 LASTING = 600.0
 
 
@@ -38,7 +38,7 @@ class Follower(Protocol):
     """
 
     def starting(self, temporary: Path) -> None:
-        """The ranks are started now; rank 0 is on this machine and has this temporary directory."""
+        """Called when the ranks are started. Rank 0 is on this machine, and has this temporary directory."""
 
     def seconds_ready(self) -> float:
         """Seconds for which the last start has been ready; 0 if it never was."""

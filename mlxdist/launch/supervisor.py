@@ -41,11 +41,12 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
 
 __all__ = ["Supervisor"]
 
-# Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
+# Seconds after SIGKILL in which a process ends, unless it is in an uninterruptible system call.
 AFTER_KILL = 5.0
-# Once interrupted: how a rank on another host has ended comes after what it has printed, which may have no reader.
+# Bytes of output that an interrupted launcher still takes without a reader: the exit status of a rank on another host
+# follows the rank's output on the connection.
 _MAX_LAST_BACKLOG = 64 << 20
-# Ranks that run for so long after Ctrl-C: the user learns what comes next.
+# Seconds after Ctrl-C until the launcher prints which ranks still run, and what it does next.
 HINT_SECONDS = 1.0
 
 
@@ -105,7 +106,7 @@ class Supervisor:
         if status == 0:
             self._job.remove_recordings()
         self._job.end()
-        # What the ranks left behind may still print until it is ended too.
+        # Processes that the ranks have left behind may print until the reaper has ended them, too.
         while not self._job.has_ended():
             self._wait(1.0)
         if status != 0 and (recordings := self._job.recordings()):
@@ -187,7 +188,7 @@ class Supervisor:
             status = rank.poll()
             if status is not None:
                 ended.append((rank, status))
-        # Seen at once, in truth one after the other: one that was killed is rather the cause than the consequence.
+        # These ranks ended in an unknown order. A rank that was killed is more likely the cause than a consequence.
         for rank, status in sorted(ended, key=lambda pair: pair[1] <= 128):
             self._take_end(rank, status)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 __all__ = ["TracebackFilter", "Tracebacks"]
 
 _START = b"Traceback (most recent call last):\n"
-# So begins what Python prints of a program that it cannot compile, without a traceback.
+# The first line that Python prints for a program that it cannot compile: there is no header of a traceback.
 _NOT_COMPILED = re.compile(rb'  File "[^"\n]+", line \d+\n')
 # Between the tracebacks of an exception and its cause.
 _BETWEEN = (
@@ -15,9 +15,9 @@ _BETWEEN = (
     b"During handling of the above exception, another exception occurred:\n",
     b"The above exception was the direct cause of the following exception:\n",
 )
-# Longer ones are no tracebacks.
+# A longer text is no traceback: it is shown, and not held any longer.
 _MOST_LINES = 500
-# What a program logs in a loop may differ each time.
+# The number of texts that are kept: a program that logs tracebacks in a loop may make each one different.
 _MOST_KEPT = 4096
 _FRAME = re.compile(rb'  File "([^"]+)", line ')
 _OURS = (str(Path(__file__).parents[1]).encode() + b"/", b"/site-packages/mlxdist/")

@@ -38,7 +38,7 @@ class Wakeup:
             return  # it is full, so it is readable
 
     def read(self) -> list[signal.Signals]:
-        """The signals so far that ask for the end of the job. SIGCHLD only wakes the waiting thread."""
+        """The signals received so far that request the end of the job. SIGCHLD only wakes the waiting thread."""
         try:
             return [signal.Signals(number) for number in self._source.recv(4096) if number not in (0, signal.SIGCHLD)]
         except BlockingIOError:

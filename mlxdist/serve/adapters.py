@@ -1,7 +1,7 @@
 """Puts the adapter of each row of a batch into mlx-lm's prompt caches, from which a model reads it.
 
-So mlx-lm's batches, which join, split and keep prompt caches, carry it along. Adapters have numbers: 0 is none, 1 is
-the first in the server's options.
+mlx-lm's batches join, split and keep prompt caches, and thereby the adapters of their rows. Adapters have numbers: 0 is
+none, 1 is the first in the server's options.
 """
 
 from collections.abc import Sequence

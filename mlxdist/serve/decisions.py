@@ -77,12 +77,12 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """The maximum number of tokens of its KV cache, at its end."""
+        """The maximum number of tokens in the KV cache of the request, at its end."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def brought(self) -> int:
-        """Bytes of its prompt, biases and grammar, which extend a message beyond FRAME."""
+        """The number of bytes of the prompt, biases and grammar, which extend a message beyond FRAME."""
         return 4 * len(self.prompt) + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
 
     @property

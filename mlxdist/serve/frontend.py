@@ -58,14 +58,14 @@ class Frontend(ResponseGenerator):
         context: int,
         gauges: Callable[[], dict[str, float]],
     ) -> None:
-        """Begins to serve requests: of up to ``context`` tokens with their answer, with tokens below ``vocabulary``."""
+        """Begins to serve requests: up to ``context`` tokens each with its answer, all of them below ``vocabulary``."""
         self.tokenizer, self.vocabulary, self.context, self.gauges = tokenizer, vocabulary, context, gauges
         self._sections = Sections(make_text_state_machine(tokenizer))
         self.scheduler = scheduler
 
     @property
     def unavailable(self) -> str:
-        """Why no request is served; empty if requests are served."""
+        """The reason why no request is served; empty if requests are served."""
         return "the model is being loaded" if self.scheduler is None else self.scheduler.unavailable
 
     def generate(

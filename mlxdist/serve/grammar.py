@@ -27,9 +27,10 @@ __all__ = ["GrammarProcessor", "after_thinking", "grammar_of", "grammar_tokenize
 _MAX_SIZE = 1 << 16  # bytes of a grammar as a client sends it
 _SECONDS = 1  # of CPU time to compile it; a schema of 1,000 properties takes 0.1
 _MAX_STATES = 20_000  # of a lexer, with 1 to 2 kB each; llguidance would take 250,000
-# llama.cpp's: room for any style of indentation, and not for a model that writes spaces without end.
+# llama.cpp's pattern: it allows any style of indentation, but no model that writes spaces without end.
 _WHITESPACE: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-# An intersection of patterns can take any time, and nothing ends llguidance's call: hence a process, with a limit.
+# An intersection of patterns can take any time, and no call ends llguidance's compiler: so it runs in a process with a
+# limit of CPU time.
 _COMPILE = f"""
 import resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -132,7 +133,7 @@ class GrammarProcessor:
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def failure(self, tokens: list[int]) -> str:
-        """Why an answer does not match the grammar; empty if it does.
+        """The reason why an answer does not match the grammar; empty if it does.
 
         Args:
             tokens: the prompt, the answer, and the token that ended it.

@@ -61,7 +61,7 @@ class Handler(APIHandler):
                 raise Refusal(self._frontend.unavailable, 503)
             check_fields(body, "chat" in self.path, self._frontend.served, self._frontend.adapters)
             self._grammar = grammar_of(body)
-            # OpenAI's clients write null for what is not given, and mlx-lm reads that as a value.
+            # OpenAI's clients write null for a field that is not given, and mlx-lm reads null as a value.
             body = {name: value for name, value in body.items() if value is not None}
             if "stream_options" in body:
                 body["stream_options"] = {"include_usage": bool(body["stream_options"].get("include_usage"))}
@@ -169,7 +169,7 @@ class Handler(APIHandler):
         # Not by ==, whose duration depends on how many of the first characters are right.
         if key and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {key}".encode()):
             raise Refusal("the API key is missing or wrong; send it as Authorization: Bearer KEY", 401)
-        # A browser sends it for any page that the user of this machine looks at.
+        # A browser sends requests, with Origin, for any web page that the user of this machine opens.
         origin, allowed = self.headers.get("Origin"), self._frontend.cli_args.allowed_origins
         if origin is not None and not {"*", origin} & set(allowed):
             raise Refusal("web pages of this origin may not use the model; --allowed-origins names those that may", 403)

@@ -39,7 +39,7 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
         chunk: tokens that a sliding window may have beyond its size.
 
     Raises:
-        InvalidArgument: on every rank, one of them has memory for no token.
+        InvalidArgument: on every rank; some rank has no memory for KV caches.
     """
     per_token, fixed = cache_sizes(model, chunk)
     neighbors = texts(host_identity(), group).count(host_identity())

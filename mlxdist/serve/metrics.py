@@ -32,13 +32,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Each outcome from the start: a series that appears with its first event has no rate until the second.
+        # Each outcome is listed from the start: a series that begins with its first event has no rate until the second.
         self._counters: Counter[str] = Counter({_ended(outcome): 0 for outcome in _OUTCOMES})
         self._first: list[int] = [0] * (len(_BUCKETS) + 1)  # requests by the time to their first token
         self._first_seconds = 0.0
 
     def add(self, name: str, number: int = 1) -> None:
-        """Adds to a counter. ``name`` is one of those above; labels may be left out if there are none."""
+        """Adds ``number`` to a counter. ``name``: one of those above, with labels in braces where it has them."""
         with self._lock:
             self._counters[name] += number
 

@@ -214,7 +214,7 @@ class Proxy:
         except (EOFError, OSError):
             return False
         finally:
-            # Not awaited: rank 0 may need time to close the connection, and the client has its answer.
+            # Not awaited: rank 0 may need time to close the connection, and the client already has its answer.
             _keep(asyncio.create_task(_leave(reader, writer)), self._leaving)
 
     async def _relay(self, upstream: asyncio.StreamReader, client: ProxyClient) -> bool:
@@ -227,7 +227,7 @@ class Proxy:
             return False
         if head.split()[1] >= b"500" and await self._look():
             return False
-        # A stream that is tried again may be refused then.
+        # Rank 0 may reject the second try of a stream: the client already has headers, so the error becomes an event.
         await client.send(b"data: " + body + b"\n\n" if client.streams else head + body, is_output=True)
         return True
 
@@ -249,7 +249,7 @@ class Proxy:
 
 
 def _keep(task: asyncio.Task, tasks: set[asyncio.Task]) -> None:
-    """Keeps a reference to a task until it has ended, as asyncio itself does not."""
+    """Keeps a reference to a task until it has ended: asyncio keeps a weak one, and the task could be collected."""
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 

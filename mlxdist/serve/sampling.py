@@ -49,7 +49,7 @@ def sampler_of(
     tokenizer: object,
     adapt: Callable[[SamplingArguments, Sampler], Sampler] = lambda sampling, sampler: sampler,
 ) -> Sampler:
-    """mlx-lm's sampler for a request; with the random state of this request alone, unless it is greedy.
+    """mlx-lm's sampler for a request, with a random state of this request alone; a greedy one needs no state.
 
     Args:
         adapt: converts mlx-lm's sampler into one for rows that do not have all logits.

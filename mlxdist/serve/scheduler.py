@@ -49,7 +49,7 @@ class Request:
         priority: int = 0,
         top_logprobs: int | None = None,
     ) -> None:
-        """Starts the clock. ``admission``: still without a number. ``top_logprobs``: None without logprobs."""
+        """Starts the request's clock. ``admission`` has no number yet. ``top_logprobs``: None without logprobs."""
         self.admission = self._asked = admission
         self.is_connected, self.answer, self.top_logprobs = is_connected, answer, top_logprobs
         self.arrived = time.monotonic()
@@ -62,23 +62,23 @@ class Request:
         self._is_cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Any thread may call this. Nothing happens once the request has ended."""
+        """Cancels the request, unless it has ended. Any thread may call this."""
         self._is_cancelled.set()
 
     def leaves(self) -> str:
-        """Why the request ends now; empty if it goes on."""
+        """The outcome with which the request ends now, "cancelled" or "timeout"; empty if it continues."""
         if self._is_cancelled.is_set() or not self.is_connected():
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
 
     @property
     def kept(self) -> int:
-        """The number of tokens of its prompt and its answer, without a stop word."""
+        """The number of tokens of the request's prompt and answer, without a stop word."""
         made = len(self.generated) if self.answer.length is None else self.answer.length
         return len(self._asked.prompt) + made
 
     def preempt(self) -> None:
-        """Appends its answer so far to its prompt, so that it can be admitted again and go on there."""
+        """Appends the answer so far to the prompt, so that the request can be admitted again and continue there."""
         asked, made = self._asked, len(self.generated)
         if made:
             self.admission = replace(
@@ -244,7 +244,7 @@ class Scheduler:
 
     @property
     def unavailable(self) -> str:
-        """Why no request is accepted; empty if requests are."""
+        """The reason why no request is accepted; empty if requests are accepted."""
         return self._unavailable
 
     def gauges(self) -> dict[str, float]:
@@ -317,7 +317,7 @@ class Scheduler:
             ]  # a grammar allows fewer; JSON has no infinity
             name = self._tokenizer.convert_ids_to_tokens(response.token)
             own = {"id": response.token, "token": name, "logprob": logprob}
-            # mlx-lm's handler takes the first one for the token itself.
+            # The sampled token comes first, because mlx-lm's handler reads the first entry as the token itself.
             top = (own, *sorted((each for each in found if each != own), key=lambda each: -each["logprob"]))
         return Token(response.token, logprob, response.finish_reason, top)
 

@@ -74,7 +74,7 @@ class Server:
             ...
 
     Args:
-        options: of the server.
+        options: the options of the server.
 
     Raises:
         InvalidArgument: from ``run`` and ``with``, on all ranks: there is no such model, or it cannot be sharded as
@@ -207,7 +207,7 @@ def run(
             snapshot.load(worker.cache, directory, placement, given)
         scheduler = None
         if clients is not None:
-            # The other ranks wait in a broadcast with a deadline: an idle server must send before that.
+            # The other ranks wait in a broadcast with a deadline: rank 0 of an idle server must send before it.
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)

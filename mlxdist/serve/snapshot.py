@@ -101,7 +101,7 @@ class Snapshot:
         ranks = [parse_json(blob) for blob in gather_blobs(blob, self._group)]
         common = set.intersection(*(set(rank["names"]) for rank in ranks))
         for name in ranks[0]["names"]:  # in one order on all ranks
-            # With a sequence on some ranks only, ranks would compute different parts of the same prompt.
+            # If some ranks lacked a sequence, ranks would compute different parts of the same prompt.
             if name in common:
                 sequence, caches = found[name]
                 cache.insert_cache(_NO_ADAPTER, list(sequence.tokens), caches, cache_type=sequence.kind)
@@ -121,7 +121,7 @@ class Snapshot:
                 for kind, tokens, caches in cache.sequences(_NO_ADAPTER)
             ]
             replace_file(self._folder / _INDEX, json.dumps({"identity": self._identity, "sequences": sequences}), 0o600)
-            # After the index: the files of the old snapshot must stay until no index names them.
+            # Old files are removed after the index is replaced: until then, it names them.
             kept = {sequence["digest"] for sequence in sequences}
             for file in self._folder.glob("*.safetensors"):
                 if file.stem not in kept:

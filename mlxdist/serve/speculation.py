@@ -219,7 +219,7 @@ class _SpeculativeBatch(GenerationBatch):
         return responses
 
     def _ends(self, row: int, token: int) -> str | None:
-        """Why a request ends with this token, or None."""
+        """The reason why a request ends with this token; None if it continues."""
         self._num_tokens[row] += 1
         if self._matchers[row].advance(token):
             return "stop"

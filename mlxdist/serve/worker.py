@@ -34,8 +34,8 @@ from .vocabulary import VocabParallelModel
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
 
-# Model files of mlx-lm whose batches give other tokens than a request alone: of prompts of unequal lengths, since their
-# recurrent layers take in the padding, and all batches.
+# Model files of mlx-lm whose batches give other tokens than a request alone. PROMPTS_ALONE: for prompts of unequal
+# lengths, because recurrent layers compute the padding, too. REQUESTS_ALONE: in all batches.
 PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
 REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
@@ -117,7 +117,7 @@ class Worker:
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         self._sharded = model if isinstance(model, VocabParallelModel) else None
         self._drafts = limits.num_draft_tokens
-        # In stages each step is one of a batch of several, which have the places together.
+        # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
         stage = stage_of(model)
         self._batches = 1 if stage is None else stage.stages
         file = source_of(_innermost(model))
@@ -183,7 +183,7 @@ class Worker:
         Raises:
             Mismatch: rank 0 has sampled other tokens than this rank in the previous step.
         """
-        # Else ranks that sampled other tokens would compute different batches from here on, without an error.
+        # Without this check, a rank that sampled other tokens would compute different batches from here on, silently.
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
@@ -192,7 +192,8 @@ class Worker:
             outcome.cached[request.number] = self._admit(request)
         if self._running:
             if isinstance(self._generator, BatchGenerator):
-                # mlx-lm returns tokens after the chunk of a prompt that it computes in the same step, and none if full.
+                # mlx-lm computes a chunk of prompts before it returns the tokens of the step, unless the batch is full.
+                # "Full" in the step in which a first token is due keeps a long prompt from delaying that token.
                 self._generator.completion_batch_size = 0 if self._first_is_due else self._places
             outcome.prefill, outcome.tokens = self._generator.next()
             self._gather_logprobs(outcome.tokens)

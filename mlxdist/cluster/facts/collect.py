@@ -27,9 +27,9 @@ _MAX_BYTES = 16 << 20
 # Sections of the output for a bug report. Names of network services, such as those of a VPN, are private.
 PRINTED = ("system", "rdma_ctl", "devices", "ports", "thunderbolt", "interfaces")
 
-# The path that ssh sets does not always lead to what only root needs. The script is read from standard input, so no
-# command may read that; and as one function, so that half of it does nothing. "setup": what only `mlxdist config`
-# needs, for a sudo that is denied is logged, and each network service takes time.
+# The PATH that ssh sets may lack /sbin and /usr/sbin. The shell reads the script from its standard input, so no command
+# may read that; and the script is one function, so that half of it, after a lost connection, runs nothing. "setup" is
+# for `mlxdist config` alone: hosts log a denied sudo, and each network service takes time.
 _SCRIPT = r"""main() {
 PATH=$PATH:/usr/sbin:/sbin:/usr/bin:/bin LC_ALL=C
 export PATH LC_ALL
@@ -98,7 +98,7 @@ class HostFacts:
     release: str = ""  # that version, or of another system's kernel
     version: str = ""  # the same for people
     build: str = ""
-    # model, chip: of a Mac, and of its processor
+    # model: the identifier of a Mac's model; chip: the name of the processor
     model: str = ""
     chip: str = ""
     cores: int = 1
@@ -168,7 +168,7 @@ def read_facts(name: str, text: str) -> HostFacts:
 
 def output_of(*command: str, seconds: float = _COMMAND_SECONDS) -> str:
     """The output of a command on this machine; empty where the command is missing, fails or exceeds its time limit."""
-    # ssh gives a shell that is not for logging in a PATH without those of the administrator.
+    # A shell that ssh starts without a login has a PATH without the administrator's directories.
     words = ["/bin/sh", "-c", 'export PATH=$PATH:/usr/sbin:/sbin LC_ALL=C; exec "$@"', "sh", *command]
     return run("localhost", words, seconds=seconds).output
 

@@ -13,7 +13,8 @@ from .system import Memory, linux_memory, vm_statistics
 __all__ = ["cgroup_memory", "memory_now"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Of cgroup v2 and v1: the limit, what is used, and the part of that which the system takes back first (memory.stat).
+# For cgroup v2 and v1: the controller, the files of limit and usage, and the line of memory.stat with the part of the
+# usage that the kernel reclaims first.
 _VERSIONS = (
     ("", "memory.max", "memory.current", r"^inactive_file (\d+)$"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_inactive_file (\d+)$"),
@@ -53,7 +54,7 @@ def cgroup_memory(mounted: Path, own: str) -> Memory:
 
 
 def _groups(mounted: Path, own: str) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Control groups from that of the process outwards. A container may see a path of its host that it lacks."""
+    """Yields control groups from the process's outwards. The path may be its host's, and missing in a container."""
     for version in _VERSIONS:
         controller = version[0]
         found = re.search(rf"^\d+:{controller}:(/.*)$", own, re.MULTILINE)

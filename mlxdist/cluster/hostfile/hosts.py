@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
 _TOPOLOGY = "MLXDIST_TOPOLOGY"
 
-# No machine that runs MLX comes near to these: a larger measurement is a mistake.
+# No machine that runs MLX comes near these values: a larger measurement is a mistake.
 MAX_MEASURED = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
 
 
@@ -177,7 +177,7 @@ class Problems:
 
 
 def check_name(name: object) -> str | None:
-    """Why a host's name is malformed; None if it is not."""
+    """The reason why a host's name is malformed; None if it is valid."""
     if not isinstance(name, str):
         return f"a host's name must be text, not {name!r:.80}"
     if not name:
@@ -190,7 +190,7 @@ def check_name(name: object) -> str | None:
 
 
 def check_address(address: object) -> str | None:
-    """Why an IP address is malformed; None if it is not."""
+    """The reason why an IP address is malformed; None if it is valid."""
     try:
         if not isinstance(address, str):
             raise ValueError
@@ -201,14 +201,14 @@ def check_address(address: object) -> str | None:
 
 
 def check_variable(setting: object) -> str | None:
-    """Why a NAME=VALUE setting is malformed; None if it is not."""
+    """The reason why a NAME=VALUE setting is malformed; None if it is valid."""
     if not isinstance(setting, str) or not _VARIABLE.fullmatch(setting):
         return f"{setting!r:.80} sets no environment variable; write NAME=VALUE"
     return None
 
 
 def check_measurement(name: str, value: object) -> str | None:
-    """Why one measurement of a host is invalid; None if it is valid."""
+    """The reason why one measurement of a host is invalid; None if it is valid."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_MEASURED[name]:
         return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MAX_MEASURED[name]:g}"
     return None

@@ -19,9 +19,9 @@ _MAX_BYTES = 16 << 20
 _MAX_PORT = 65535
 _TOP = ("backend", "envs", "hosts")
 _ENTRY = ("ssh", "ips", "rdma", "slots")
-# A line may begin with a bracket, too: [fe80::1]:2
+# A bracket alone does not mean JSON: a line such as [fe80::1]:2 begins with one, too.
 _JSON = re.compile(r"\s*(\{|\[\s*([\[{\]\"]|(null|true|false)\b))")
-# JSON, too, and no name of a host.
+# A scalar is JSON and no name of a host: the error has to be about JSON.
 _SCALAR = re.compile(r"""\s*(null|true|false|-?\d+(\.\d+)?|".*")\s*""", re.DOTALL)
 _SLOTS = re.compile(r"(?:max[-_])?slots=(\S+)")
 _ADDRESS = re.compile(r"\[?([0-9A-Fa-f.:%\w]+?)\]?:([0-9]{1,5})")

@@ -11,8 +11,8 @@ from .hosts import MAX_MEASURED, Host, Hostfile, Measured, check_measurement
 __all__ = ["MEASUREMENTS", "check_hosts", "measured_hosts", "speeds", "rank_share_variables"]
 
 MAX_HOSTS = 10_000
-# What a plan can be made for: the measurement that decides, and the variable that ranks read. A decoded token reads
-# every weight once for one row of products, so memory is what takes time; prompts and training have many rows.
+# The purposes of a plan: the measurement that decides, and the variable that ranks read. A decoded token reads every
+# weight once for one row of products, so memory limits the speed; prompts and training have many rows.
 MEASUREMENTS = {
     "memory": ("memory_gbps", "MLXDIST_RANK_SHARES_MEMORY"),
     "compute": ("tflops", "MLXDIST_RANK_SHARES_COMPUTE"),
@@ -61,7 +61,7 @@ def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured]
         )
     name, _ = MEASUREMENTS[by]
     each = [getattr(measured[host.name], name) / _ranks_on(host, hostfile) for host in hostfile.hosts]
-    # Rounded: the ranks read from a variable what other commands compute here.
+    # Rounded like the variable, from which ranks read what commands compute here: both must make the same plan.
     return [round(speed / min(each), 4) for host, speed in zip(hostfile.hosts, each) for _ in range(host.slots)]
 
 

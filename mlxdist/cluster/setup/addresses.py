@@ -18,7 +18,7 @@ _SELF_ASSIGNED = IPv4Network("169.254.0.0/16")  # another one after each restart
 
 @dataclass(frozen=True)
 class Link:
-    """A cable and the addresses of its ends. ``kept``: both have them already."""
+    """A cable and the addresses of its ends. ``kept``: both ends had these addresses before."""
 
     cable: Cable
     a: IPv4Interface
@@ -42,6 +42,7 @@ def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: 
         for address in interface.addresses
     ]
     kept: dict[Cable, Link] = {}
+    # All links to keep come first: a new subnet must not overlap one that a later cable already has.
     for cable in cables:
         link = _present(machines, cable)
         if link and not any(link.a.network.overlaps(network) for network in taken):

@@ -76,7 +76,7 @@ class Configuration:
     def __init__(self, selection: HostSelection, options: Options) -> None:
         self._selection, self._options = selection, options
         self._status = 0
-        # What the options do not set is that of the hostfile; except the topology, which is found.
+        # The hostfile supplies the settings that options leave open; except the topology, which this run detects.
         hostfile = selection.hostfile or Hostfile(())
         self._backend = options.backend or (hostfile.backend if hostfile.backend in BACKENDS else "mlxdist")
         given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_TOPOLOGY"}

@@ -19,12 +19,12 @@ _VERSION = 1
 _MAX_BYTES, _MAX_STEPS, _MAX_VALUES, _MAX_TEXT = 1 << 20, 10_000, 8, 1000
 _SECONDS = 60.0
 
-# A user who is root needs no sudo, and a host that is root's may have none.
+# root needs no sudo, and a host whose only user is root may not have it.
 _AS_ROOT = ["sh", "-c", 'test "$(id -u)" = 0 && exec "$@"; exec sudo -n "$@"', "sh"]
 
 
 class UndoFile:
-    """Steps that take back what was done, in the order in which it was done."""
+    """The inverses of the steps that were run, in the order of those steps, as a file has them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,7 +90,7 @@ def run_steps(
         if inverse:
             file.add(inverse)  # before the step is run, for it may be interrupted
         result = run(step.host, [*_AS_ROOT, *step.words], ssh_config, seconds=_SECONDS)
-        # networksetup says that something went wrong, but not always by its exit status, and on standard output.
+        # networksetup prints errors to standard output, and its exit status may be 0 all the same.
         words = result.last_words or " ".join(result.output.strip().splitlines()[-2:]) or result.failure
         if result.status == 0 and "** Error" not in result.output:
             if undoing:

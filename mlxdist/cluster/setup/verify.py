@@ -17,7 +17,7 @@ __all__ = ["Check", "checks_of_addresses", "checks_of_links", "problem", "verify
 _TRIES = 5  # an address that was just given takes a moment
 _SECONDS = 30.0
 
-# reach INTERFACE ADDRESS; the interface is empty where any may be used. Without ping, a port that refuses says it, too.
+# reach INTERFACE ADDRESS; an empty interface means any. Without ping, a refused connection proves that it is reached.
 _SCRIPT = """route_to() { case "$(uname -s)" in
   Darwin) route -n get "$1" 2>/dev/null | sed -n 's/^ *interface: //p' ;;
   *) ip route get "$1" 2>/dev/null | sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' | head -n 1 ;;

@@ -132,7 +132,7 @@ def run_everywhere(
         try:
             return [result.result() for result in results]
         except BaseException:
-            # Repeated, for a thread may start its process only now.
+            # Repeated, because a thread may start its process only after the others were ended.
             while wait(results, _MOMENT).not_done:
                 while running:
                     _terminate(running.pop())
@@ -146,7 +146,7 @@ def _terminate(process: subprocess.Popen) -> None:
 
 
 def cannot_run(name: str, error: OSError) -> str:
-    """The error for a module of mlxdist that could not be started, because the command that leads there is missing."""
+    """The error for a module of mlxdist that did not start, because the command that leads to the host is missing."""
     option = "--python" if is_this_machine(name) else "--ssh"
     return f"{name}: the command {error.filename!r} cannot be run: {error.strerror}; see {option}"
 
