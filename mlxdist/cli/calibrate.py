@@ -115,7 +115,7 @@ def calibrate(
             table = partial(algorithms.show_algorithms, rows=sections["algorithms"])
             show.append(lambda console: print_results(results, table, console))
     if "experts" in parts:
-        # The file that the variable names may be the one that this command is to make.
+        # MLXDIST_TUNING_FILE may name the file that this command makes, which does not exist yet.
         variables = {"MLXDIST_TUNING_FILE": "none"}
         runner = replace(runner, target="mlxdist.tools.calibrate.ranks:ExpertLinks")
         of_experts = runner.run([{}], variables=variables)

@@ -21,7 +21,7 @@ __all__ = ["devices"]
 
 _PROVIDERS = ("soft", "ibverbs", "librdma")
 _RECEPTACLE = ("number", "speed", "connected", "interface")
-# Findings with which a device can be used all the same.
+# Verdicts on a device that can be used all the same.
 _HARMLESS = (Verdict.OK, Verdict.SLOW_CABLE, Verdict.NO_IPV4, Verdict.BRIDGED)
 _WITHOUT_RDMA = (
     "Ranks use shared memory within a host and TCP between hosts (provider soft): `mlxdist devices --provider soft`"

@@ -93,7 +93,7 @@ def doctor(
     if output:
         _write(selection, failed, output)
     failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
-    # Without the hosts that have failed the rest is well, unless something is about no host.
+    # Without its failed hosts the job can start, unless a failure is about all hosts together.
     sys.exit(int(any(not (exclude_failed and failure.hosts) for failure in failures)))
 
 

@@ -37,6 +37,7 @@ def runtime_directory() -> Path:
 
 def _with_another_name(directory: Path) -> Path:
     """The first directory of this user, or a new one: another user must not be able to block every launch."""
+    # Twice: where several processes make a directory at the same time, all of them take the first by name.
     for _ in range(2):
         for path in sorted(directory.parent.glob(f"{directory.name}-*")):
             if is_private_directory(path):

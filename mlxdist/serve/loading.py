@@ -54,6 +54,7 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
             on_report=lambda report: show(placement, report, group),
         )
     draft = _load_draft(options, group)
+    # Before the models below, which make their prompt caches from those of the models inside them.
     if options.kv_bits is not None:
         with agreed("serve", group):
             for each in (model, draft[0]) if draft else (model,):

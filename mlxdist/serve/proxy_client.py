@@ -107,6 +107,7 @@ class ProxyClient:
 
     async def send(self, data: bytes, is_output: bool = False) -> None:
         """Sends bytes to the client. Raises ClientGone: the client does not take them."""
+        # The request is kept only for another try, which output rules out.
         if is_output and not self.has_output:
             self.has_output = True
             self._request.clear()

@@ -256,6 +256,7 @@ class Scheduler:
         found: list[Request] = []
         for request in self._waiting[:MAX_ADMISSIONS]:
             room -= request.admission.size
+            # A later request that would fit does not overtake: else a large request could wait forever.
             if room < 0 or not self._can_run([*self._running.values(), *found, request]):
                 break
             found.append(request)
@@ -272,6 +273,7 @@ class Scheduler:
         taken: list[int] = []
         while first and len(taken) < most and not self._can_run([*left.values(), *first]):
             last = max(left, key=lambda number: left[number].order, default=None)
+            # Then the requests in ``taken`` continue: their places alone are not enough for the first of the queue.
             if last is None or left[last].order <= first[0].order:
                 return []
             del left[last]

@@ -75,6 +75,7 @@ def _ring(hostfile: Hostfile) -> str:
         if not host.ips:
             raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
         for _ in range(host.slots):
+            # Ranks of one host share its addresses, so each rank needs a port of its own.
             ports = host.ports if host.slots == 1 and host.ports else (_FIRST_PORT + len(rows),) * len(host.ips)
             rows.append([format_address(ip, port) for ip, port in zip(host.ips, ports)])
     return json.dumps(rows) + "\n"

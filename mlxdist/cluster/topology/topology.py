@@ -132,6 +132,7 @@ def _thunderbolt_cables(machines: Sequence[HostFacts]) -> tuple[list[Cable], lis
     for host, receptacle in ends:
         for peer in receptacle.peers:
             there = [(h, r) for h, r in ends if r.uuid == peer.uuid and (h, r.number) != (host, receptacle.number)]
+            # The two receptacles of an old bus have one UUID: the one that reports this end comes first.
             there.sort(key=lambda end: receptacle.uuid not in {p.uuid for p in end[1].peers})
             free = [end for end in there if (end[0], end[1].number) not in used]
             where = f"{machines[host].name} Thunderbolt {receptacle.number}"
@@ -219,6 +220,7 @@ def _find_ring(count: int, pairs: set[tuple[int, int]]) -> tuple[int, ...]:
     joined = [[b for b in range(count) if (min(a, b), max(a, b)) in pairs] for a in range(count)]
     if count < 3 or any(len(others) < 2 for others in joined):
         return ()
+    # A depth-first search for a Hamiltonian cycle, which may take exponential time: hence a limit of steps.
     path, choices, steps = [0], [iter(joined[0])], 0
     while path and steps < _MAX_STEPS:
         steps += 1

@@ -19,7 +19,7 @@ from ..bench.sizes import size_range
 
 __all__ = ["choose", "measure_algorithms", "measured_sizes", "show_algorithms"]
 
-# Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
+# Times whose ratio is smaller count as equal: then the built-in choice stays, or that of the next smaller size.
 ALIKE = 1.1
 
 
@@ -28,7 +28,7 @@ def measure_algorithms(runner: Runner, smallest: int, largest: int) -> dict[str,
     sizes = measured_sizes(smallest, largest, runner.ranks)
     _check_memory(sizes[-1], runner.ranks)
     cases = [{"operation": name, "bytes": size} for name in TUNED if name != "barrier" for size in sizes]
-    # Both would be mistaken for the built-in choice.
+    # A file or a variable of the user would replace the built-in choice, with which the algorithms are compared.
     variables = {"MLXDIST_TUNING_FILE": "none", "MLXDIST_ALGO": "auto"}
     runner = replace(runner, target="mlxdist.tools.calibrate.ranks:Algorithms")
     return runner.run([*cases, {"operation": "barrier"}], variables=variables, with_limits=True)
@@ -61,7 +61,7 @@ def choose(results: dict[str, Any], ranks: int) -> list[Row]:
         for row, following in zip(measured, [*measured[1:], None]):
             medians = {name: result["microseconds"]["median"] for name, result in row.items()}
             best = _fastest(medians, [next(iter(row.values()))["default"], best])
-            # The geometric mean, since the sizes grow by factors.
+            # The geometric mean is the middle of two sizes, because sizes grow by factors.
             end = MAX_BYTES if following is None else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
             if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, best):
                 rows.pop()

@@ -49,8 +49,8 @@ class HostMeasurement:
 
     Attributes:
         machine: the host's description of its device.
-        parts: its result for each part; see `mlxdist.tools.calibrate.measure.measure`.
-        links: the links that lead to it and from it.
+        parts: the host's result for each part; see `mlxdist.tools.calibrate.measure.measure`.
+        links: the links that lead to the host and from it.
         problems: why the measurements are invalid.
         slow: the measurements that are far below the usual ones: "tflops", "memory_gbps", "link_gbps".
     """
@@ -69,7 +69,7 @@ class HostMeasurement:
 
     @property
     def foreign_cpu_share(self) -> float | None:
-        """The mean over all parts, which last equally long; None where the system does not report it."""
+        """The mean share of other processes over all parts, which last equally long; None where it is not known."""
         shares = [found["foreign_cpu_share"] for found in self.parts.values() if found]
         return None if None in shares else statistics.fmean(shares)
 
@@ -109,7 +109,7 @@ def _mark_outliers(hosts: Sequence[HostMeasurement]) -> None:
             alike = [o for o in usable if name == "link_gbps" or o.machine["device"] == host.machine["device"]]
             known = [value for one in alike if (value := getattr(one.measured, name)) is not None]
             mine = getattr(host.measured, name)
-            # Of two the faster is what the device can do.
+            # The median of two hosts would hide the slow one: the faster of them shows what the device can do.
             usual = (statistics.median if len(known) > 2 else max)(known) if known else 0.0
             if mine is not None and mine < SLOW * usual:
                 host.slow.add(name)

@@ -17,10 +17,10 @@ _MESSAGES = 4  # in a block, at most
 def measure_link(
     world: mlxdist.Group, source: int, target: int, seconds: float, blocks: tuple[int, int]
 ) -> dict[str, float] | None:
-    """GB/s of the blocks as the receiver saw them, and its wrong elements; None on all other ranks.
+    """GB/s of the blocks by the receiver's clock, and the number of wrong elements; None on all other ranks.
 
-    A block of messages begins when the receiver requests it and ends when it has the last one, so that nothing is in
-    transit when its clock starts. Then the receiver checks every byte.
+    A block of messages begins when the receiver requests it and ends when the last one has arrived, so that nothing is
+    in transit when the clock starts. Then the receiver checks every byte.
 
     Args:
         seconds: the time for all blocks; a block has fewer messages where the link is too slow for all of them.
@@ -52,6 +52,7 @@ def _receive(world: mlxdist.Group, source: int, seconds: float, least: int, most
     end = clock() + seconds
     while len(rates) < 1 + least or (clock() < end and len(rates) < most):
         arrays = got[:count]
+        # Without this, the content of the previous block would hide a message that did not arrive.
         for array in arrays:
             array.fill(0xFFFFFFFF)
         begin = clock()

@@ -26,8 +26,8 @@ __all__ = ["machine", "measure"]
 
 PRODUCTS = ("float32", "float16", "bfloat16")  # dtypes of matrix products
 
-# Rows, inner dimension, columns, smaller first: those that would take too long are left out. Squares, and a prompt of
-# 512 tokens through an MLP.
+# Rows, inner dimension and columns, the smaller shapes first, because later ones that would take too long are left out.
+# Squares, and a prompt of 512 tokens through an MLP.
 SHAPES = {
     "gpu": [(1024, 1024, 1024), (2048, 2048, 2048), (512, 4096, 14336), (4096, 4096, 4096), (8192, 8192, 8192)],
     "cpu": [(256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (512, 2048, 2048), (2048, 2048, 2048)],
@@ -39,8 +39,8 @@ WARM_UP, MIN_CALLS, MAX_CALLS = 1, 3, 1000
 SAMPLES = 8  # rows and columns of a product that are compared
 EVERY = 997  # one row of this many of an array is compared
 
-# Of the size that such a sum of products has: inputs are rounded to 10 bits or more by what some devices call float32,
-# results to 11 and 8.
+# Relative to the typical size of such a sum of products. Some devices round float32 inputs to as few as 10 bits;
+# float16 results have 11 bits, bfloat16 results 8.
 TOLERANCE = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -108,7 +108,8 @@ class Evaluated:
 def _memory(part: str) -> tuple[Evaluated, int, Callable[[], int]]:
     """The work, the number of bytes that it moves, and a function that counts wrong elements among those compared.
 
-    A copy; the sum of each row, so that whole numbers stay exact; one row, as a linear layer multiplies one token.
+    "copy" copies an array; "sum" adds each row by itself, so that whole numbers stay exact; "row" multiplies one row,
+    as a linear layer does for one token.
     """
     if part == "row":
         dtype = "float16" if _kind() == "gpu" else "float32"

@@ -53,6 +53,7 @@ class Algorithms(BenchmarkWorkload):
         if operation != "barrier":
             called = Eager(CASES[SAME_AS.get(operation, operation)], Inputs(DTYPE, size // 4, world.size()), world)
         call = called.call if called else world.barrier
+        # Without a table, the engine reports its built-in choice.
         self._tune([])
         default = world.algorithm(operation, size)
         works = {}

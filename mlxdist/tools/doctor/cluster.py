@@ -14,7 +14,7 @@ class CheckOptions:
     """The subjects of the checks: the command, its files and settings, and which checks are left out."""
 
     command: tuple[str, ...] = ()  # what is going to be launched; may be empty
-    # script, model: to be the same on all hosts; empty for none
+    # script, model: files that must be the same on all hosts; empty for none
     script: str = ""
     model: str = ""
     directory: str = ""  # where the ranks will run
@@ -62,11 +62,11 @@ class Job:
     command: str = ""
     wrong: tuple[str, ...] = ()  # which values were wrong, in words
     tested: int = 0  # how many operations were checked
-    # provider, reason: what the ranks have chosen, and why
+    # provider, reason: the provider that the ranks have chosen, and why
     provider: str = ""
     reason: str = ""
     latency: Mapping[tuple[str, str], float] = field(default_factory=dict)  # microseconds one way, by pair of hosts
-    # bytes a second from the first to the second
+    # bytes a second from the first host of the pair to the second
     bandwidth: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 

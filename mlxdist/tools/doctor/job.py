@@ -66,7 +66,7 @@ class RankPlacement:
 def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[RankPlacement]:
     """Places one job on these hosts, with at least two ranks; without a hostfile, two ranks on this machine."""
     given, options = selection.hostfile, []
-    # The user's job has one rank on a Mac, where this is allowed; two are rejected.
+    # The user's job may have this setting with its one rank on a Mac; the launcher rejects it with the two ranks here.
     settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
     if given is None:
         on = ["-n", str(_ALONE)]
@@ -108,7 +108,7 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
     ranks = sum(host.slots for host in hosts)
     links = not options.quick and len(hosts) > 1
     seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
-    # What the hostfile sets for these hosts reaches the ranks anyway; of --env what matters here, and nothing private.
+    # The hostfile's variables reach the ranks anyway. Of --env only those that matter here are passed, none private.
     ours = {name: value for name, value in options.variables.items() if f"{name}={value}" not in envs}
     given = {name: value for name, value in ours.items() if name.startswith(("MLX", "OMP"))}
     given |= {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}

@@ -58,7 +58,7 @@ def _send_token(server: socket.socket, token: bytes) -> None:
             connection, _ = server.accept()
         except OSError:
             return
-        # At most a second, for clients come one by one: one that sends nothing must not block the others.
+        # At most a second: clients are served one by one, and a client that sends nothing must not block the others.
         with connection, contextlib.suppress(OSError, ProtocolError):
             accept(connection, {"doctor": token}, time.monotonic() + 1.0)
 

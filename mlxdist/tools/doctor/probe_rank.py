@@ -22,7 +22,7 @@ from ..calibrate.links import measure_link
 __all__ = ["MARK", "main", "rounds"]
 
 MARK = "mlxdist-doctor-result:"  # of late_rank.py, too
-# bfloat16 as its bits.
+# bfloat16 arrays hold the bits as uint16, because NumPy has no such dtype.
 _DTYPES = ("float32", "float16", "bfloat16", "int32")
 _ELEMENTS = (1, 1000, 262_147)
 _ONE_BY_ONE = 8  # up to this number of hosts each pair has the network to itself
@@ -62,7 +62,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
     if count <= _ONE_BY_ONE:
         yield from ([pair] for pair in itertools.combinations(range(count), 2))
         return
-    # The circle method: one stays, the others move on.
+    # The circle method of round-robin tournaments: the first host stays in place, the others rotate.
     ring = list(range(count)) + [-1] * (count % 2)
     for _ in range(len(ring) - 1):
         pairs = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]))

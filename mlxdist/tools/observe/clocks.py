@@ -11,7 +11,7 @@ from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation
 
 __all__ = ["at_one_time", "wall_offsets"]
 
-# A boot later, the monotonic clock is another one.
+# Records of one host whose offsets differ by more are from different boots, each with a monotonic clock of its own.
 _SAME_CLOCK_NS = 10**9
 
 

@@ -171,7 +171,7 @@ def _compare_clocks(connections: Connections) -> list[int]:
     return ahead
 
 
-# What runs on the hosts; see cluster/ssh/rpc_server.py.
+# Functions that run on the hosts; see cluster/ssh/rpc_server.py.
 
 
 def wall_ns() -> int:
@@ -188,7 +188,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
     if found is None:
         text = f"there is no job {job!r} here, nor what it has recorded; `mlxdist ps` lists the jobs"
         return response | {"notes": [text]}
-    # None: it has ended, and left no launcher nor reaper.
+    # None: the job has ended, with its launcher and its reaper.
     record = read_job(found.directory) if found.launcher else None
     response["ended"] = record is None
     if source == "signal":
@@ -224,7 +224,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
             why = "not at mlxdist.init() yet, past finalize(), or SIGUSR2 is handled by the program"
             notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
         late = _wait(directory, signaled, begin, seconds)
-        # Not of other hosts, in a shared directory.
+        # By name, because a shared directory has the records of other hosts' ranks, too.
         paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
         paths = [path for path in paths if path.exists()]
         if late:

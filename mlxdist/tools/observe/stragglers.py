@@ -97,7 +97,7 @@ class _GroupProgress:
     def __init__(self, records: Mapping[int, FlightRecord], id: int, members: tuple[int, ...], internal: bool) -> None:
         self._records = records
         self._id, self._members, self._internal = id, members, internal
-        # The next collective that each has to complete, and whether it has begun with it.
+        # For each member, the next collective to complete, and whether the member has begun it.
         self._at: dict[int, tuple[int, bool]] = {}
         self._last: dict[int, Operation | None] = {}
         for rank in members:
@@ -128,7 +128,7 @@ class _GroupProgress:
         clusters: dict[tuple, list[int]] = defaultdict(list)
         for rank, at in sorted(self._at.items()):
             last = self._last[rank]
-            # Ranks that are in no operation are listed one by one.
+            # Ranks outside of an operation share no call site, so each is listed by itself.
             clusters[at, _signature(last), last.at if last and at[1] else str(rank)].append(rank)
         parts = []
         in_order = [ranks for _, ranks in sorted(clusters.items(), key=lambda item: (item[0][0], item[1]))]

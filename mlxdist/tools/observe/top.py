@@ -9,7 +9,7 @@ from .stragglers import RankState, analyze
 
 __all__ = ["View", "Watch"]
 
-# Ranks that run overtake each other all the time. One is a straggler once another has waited for so long.
+# Running ranks overtake each other all the time. A rank is a straggler once another has waited for this many seconds.
 STRAGGLER_SECONDS = 0.1
 
 

@@ -1,4 +1,4 @@
-"""The command can be started on every host, and its script and model are complete and the same there."""
+"""Checks that the command can be started on every host, and that script and model are complete and the same there."""
 
 import os
 import shlex

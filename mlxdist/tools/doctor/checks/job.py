@@ -1,4 +1,4 @@
-"""The result of a real job: correct values, the intended provider, and the speed of each pair of hosts."""
+"""Checks the result of a real job: correct values, the intended provider, and the speed of each pair of hosts."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -55,7 +55,7 @@ def _of_host(host: Host, rdma: dict, wanted: bool) -> Iterator[Finding]:
     for problem in problems:
         cause, subject = problem["verdict"], problem["subject"]
         remedy = problem["remedy"] or "mlxdist devices (on that host) says more"
-        # What one device lacks is no harm where no device is named and another one is ready.
+        # A problem of one device is harmless where the hostfile names none and another device is ready.
         hurts = wanted and (not subject or subject in named or not any(d["active"] for d in there.values()))
         make = note if not hurts else warn if cause in _SLOWER else fail
         yield make(host.name, problem["what"], remedy)
@@ -69,7 +69,7 @@ def _of_host(host: Host, rdma: dict, wanted: bool) -> Iterator[Finding]:
 
 
 def check_gids(cluster: Cluster) -> Iterator[Finding]:
-    """Active ports have IPv4 addresses, and both ends of a cable are in one network."""
+    """Checks that active ports have IPv4 addresses, and that both ends of a cable are in one network."""
     networks: dict[tuple[str, str], list[str]] = {}
     for host, rdma in cluster.each_host("rdma"):
         name = host.name

@@ -12,7 +12,7 @@ from ..findings import Finding, difference, fail, ok, outliers, warn
 
 __all__ = ["check_python", "check_reachable", "check_versions"]
 
-# What ssh prints, and what to do. The first that is found in it holds.
+# Texts that ssh prints, and the remedy for each. The first one that the output contains counts.
 _REMEDIES = (
     ("Permission denied", "install your key there: ssh-copy-id {name}"),
     ("Host key verification failed", "look at its key and accept it once: ssh {name} true"),
@@ -25,7 +25,7 @@ _REMEDIES = (
     ("does not respond", "look whether it is on and not hung: ssh -o BatchMode=yes {name} uptime"),
     ("No such file", "give the command that reaches hosts: --ssh"),
 )  # fmt: skip
-# Without the same of these a job does not start, or its ranks compute different things.
+# With different versions of these, a job does not start, or its ranks compute different results.
 _STRICT = ("mlxdist", "MLX")
 _SLOW_IMPORT = 20.0
 _SHOWN = ("Python", "MLX", "mlx_lm", "mlxdist", "system")
@@ -46,7 +46,7 @@ def check_reachable(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _twice(cluster: Cluster) -> Iterator[Finding]:
-    """Finds two names of one machine: their jobs would share files. Ranks compare the same identity."""
+    """Finds two names of one machine: jobs under both names would share files. Ranks compare the same identity."""
     first: dict[str, str] = {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)

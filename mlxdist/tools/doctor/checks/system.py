@@ -58,7 +58,7 @@ def check_clocks(host: Host, clock: tuple[float, float]) -> Iterator[Finding]:
         remedy = "set it: `sudo timedatectl set-ntp true`; on a Mac `sudo sntp -sS time.apple.com`"
         yield warn(host.name, what, remedy)
     else:
-        # Not more exactly: then hosts that are alike would not share a line.
+        # The exact offset is left out, because the report has one line for all hosts with the same text.
         yield ok(host.name, f"within {_CLOCK_SECONDS:g} s of this machine")
 
 
@@ -170,7 +170,7 @@ def check_leaks(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     """Checks that nothing of earlier jobs is left, and that no other job uses the host."""
     name, jobs, problems = host.name, facts["jobs"], []
     for job in jobs["running"]:
-        # Without options: this is in reports, and they may be secrets.
+        # Options are left out: reports show this text, and options may have secrets.
         program = itertools.takewhile(lambda word: not word.startswith("-"), job["command"][:_MAX_WORDS])
         what = f"job {job['job']} runs there ({' '.join(program)[:60]})"
         problems.append(warn(name, what, f"wait for it, or on that host: mlxdist stop {job['job']}"))

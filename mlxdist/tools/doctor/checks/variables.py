@@ -1,4 +1,4 @@
-"""Variables that change what ranks do are the same on all hosts: MLX_METAL_FAST_SYNCH above all."""
+"""Checks that variables that change the work of ranks are the same on all hosts, above all MLX_METAL_FAST_SYNCH."""
 
 from collections.abc import Iterator
 

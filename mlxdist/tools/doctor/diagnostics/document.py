@@ -84,6 +84,7 @@ def _cut(text: str, most: int) -> str:
     head, tail = most * 2 // 3, most // 3
     kept = data[:head].decode(errors="ignore"), data[-tail:].decode(errors="ignore")
     note = f"[... {len(data) - head - tail} bytes were cut here ...]"
+    # A cut inside a fenced block has to close the block before the note, and to open it again after that.
     is_open = len(re.findall(rf"^{_FENCE}", kept[0], re.MULTILINE)) % 2
     closes = len(re.findall(rf"^{_FENCE}", kept[1], re.MULTILINE)) % 2
     before, after = (f"\n{_FENCE}\n" * is_open, f"\n{_FENCE}text\n" * closes)

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["Redactor"]
 
-# Of keys in JSON, and of NAME=VALUE and NAME: VALUE in text.
+# Keys in JSON, and names in NAME=VALUE and NAME: VALUE in text, whose values are private.
 _PRIVATE_KEY = re.compile(
     r"serial|uuid|udid|switch_uid|hardware_?id|mac_?addr|token|secret|passw|passphrase|credential|cookie"
     r"|api[_-]?key|private[_-]?key|access[_-]?key|[_-]pwd|signature|authorization|(?<=[?&])(?:sig|key)(?==)",
@@ -26,7 +26,7 @@ _PRIVATE_KEY = re.compile(
 )
 _PRIVATE_VARIABLE = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|COOKIE|AUTH|_PWD")
 _SHORTEST_SECRET = 6  # shorter values of private variables are words such as "yes"
-# No person, and words that reports are full of.
+# Names that identify no person or host, and words that occur all over a report.
 _COMMON = frozenset(
     (
         "root", "admin", "user", "users", "ubuntu", "debian", "runner", "build", "mac", "macs", "imac", "macbook",
@@ -38,8 +38,8 @@ _COMMON = frozenset(
 
 _HEX = "[0-9A-Fa-f]"
 _QUOTED = r"\"[^\"\n]*\"|'[^'\n]*'"
-# In this order at every place: what is longer and clearer comes first. Words are of bounded length, or begin where a
-# word does: the time is that of one pass, whatever the text.
+# The patterns are tried in this order at every place: longer and more distinct ones come first. Words have a bounded
+# length, or begin where a word begins, so that no text needs more time than one pass.
 _PATTERNS = {
     "placeholder": r"<(?:removed|[a-z0-9-]+-\d+)>",
     "pem": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
@@ -57,14 +57,14 @@ _PATTERNS = {
     "uuid": rf"\b{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}\b",
     "guid": rf"(?<![\w:])(?:{_HEX}{{4}}(?::{_HEX}{{4}}){{3}}|{_HEX}{{2}}(?::{_HEX}{{2}}){{7}}|0x{_HEX}{{16}})(?![\w:])"
     rf"|(?<![\w.-]){_HEX}{{16}}(?!\w|[.-]\w)",  # the second as ibv_devices prints it
-    # Of Ethernet 6 bytes, of IPoIB 20.
+    # MAC addresses have 6 bytes in Ethernet, and 20 in IPoIB.
     "mac": rf"(?<![\w:.-]){_HEX}{{1,2}}(?:(?::{_HEX}{{1,2}}){{14}})?(?::{_HEX}{{1,2}}){{5}}(?![\w:])"
     rf"|(?<![\w-]){_HEX}{{2}}(?:-{_HEX}{{2}}){{5}}(?![\w-])",
     "hex": rf"\b{_HEX}{{32,}}\b",
     "directory": r"/var/folders/[^/\s\"']+/[^/\s\"']+",
     "home": r"/(?:Users|home)/(?P<user>[^/\s\"':,;<>()]+)",
     "account": r"(?<![\w.+-])(?P<login>[A-Za-z0-9_.+-]{1,64})@(?P<at>[A-Za-z0-9_][A-Za-z0-9_.-]*)",
-    # What ssh says of a host, by the HostName of ssh_config; and names of Bonjour.
+    # Hosts in messages of ssh, which prints the HostName of ssh_config; and Bonjour names.
     "named": r"(?:connect to host|resolve hostname|[Cc]onnection (?:closed|reset|timed out) by)\s+"
     r"(?P<host>(?!<|(?:peer|remote|foreign|authenticating|invalid|UNKNOWN)\b)[^\s\"']+?)(?=:?(?:[\s\"']|$))",
     "bonjour": r"(?<![\w.-])(?!threading\.)[A-Za-z0-9][\w-]{0,62}\.local\b(?![\w.-]*[\w(])",
@@ -126,7 +126,7 @@ class Redactor:
         found: dict[str, Any] = {}
         for key, inner in value.items():
             shown = self.text(str(key))
-            # Of names whose difference is not shown, no entry may be lost.
+            # Two keys may be equal once they are redacted: a number keeps both entries.
             names = itertools.chain([shown], (f"{shown} ({number})" for number in itertools.count(2)))
             found[next(name for name in names if name not in found)] = self._field(str(key), inner)
         return found
@@ -212,7 +212,7 @@ class Redactor:
             or text.startswith(("255.", "0."))
         ):  # masks
             return text
-        # IPv6 addresses that a machine gives itself are made from its MAC address.
+        # A link-local or private IPv6 address may contain the MAC address, so it is replaced, unlike one of IPv4.
         scope = "-link-local" if address.is_link_local else "-private" if _is_private(address) else ""
         return self._placeholder(f"ipv{address.version}{scope}", str(address))
 
@@ -226,7 +226,7 @@ def _literal(literal: str, kind: str) -> str:
         return re.escape(literal)
     if kind == "home":
         return rf"{re.escape(literal)}(?![\w-])"
-    # The name "Ann's Mac Studio" is Anns-Mac-Studio on the network.
+    # The computer name "Ann's Mac Studio" becomes Anns-Mac-Studio on the network: both spellings match.
     words = "[-_ ]".join("['’]?".join(map(re.escape, word)) for word in literal.split("-"))
     return rf"(?<![A-Za-z0-9])(?i:{words})(?![A-Za-z0-9])"
 

@@ -198,7 +198,7 @@ def _fill_late(section: Section, context: Context) -> None:
         context.show(name)
         words = [late_rank.__name__, f"{seconds:g}"]
         found = run(name, selection, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"})
-        # Without the meeting macOS is expected to end the GPU work of the ranks that wait.
+        # Without the meeting, macOS is expected to end the GPU work of the waiting ranks, so that run may fail.
         _add_run(section, found, may_fail=bool(settings))
         rows = [(r["rank"], r["late"], r["device"], r["seconds"], r["right"], r["error"]) for r in found.results]
         section.text += table(("rank", "late", "device", "seconds", "right", "error"), rows) + "\n"
