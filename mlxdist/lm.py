@@ -1,4 +1,4 @@
-"""Runs mlx-lm's commands with models of which every rank holds only its shard.
+"""Runs mlx-lm's commands with sharded models: every rank holds only its shard.
 
     mlxdist launch -n 2 -- python -m mlxdist.lm chat --model MODEL
 
@@ -76,7 +76,7 @@ def sharded_load(
         left_to_mlx_lm = "model_file" in config
         if left_to_mlx_lm and adapter_path is not None:
             raise InvalidArgument("sharded_load: no adapter_path with a model_file in config.json")
-    # Each way has other collectives.
+    # mlx-lm's way and ours use different collectives, so all ranks have to take the same one.
     agree("sharded_load", group, None, {"stages": pp, "model_file in config.json": config.get("model_file")})
     tokenizer_config = tokenizer_config or {"trust_remote_code": True}
     if left_to_mlx_lm:
@@ -146,7 +146,7 @@ def _find_stop_words_in_texts() -> None:
         sections = Sections(context.text_sm)
         text = AnswerText(sections, context.initial_state, words)
         context.text_sm = sections.of_handler
-        # On several ranks mlx-lm fails where it is to end a request that is in no batch, such as one with a seed.
+        # On several ranks, mlx-lm fails to end a request that is in no batch, such as one with a seed, early.
         is_in_batch = generator._is_batchable(arguments) and not any(server._image_parts(request.messages))
         return context, _up_to_stop_word(responses, text, generator._is_distributed and not is_in_batch)
 
@@ -154,7 +154,7 @@ def _find_stop_words_in_texts() -> None:
 
 
 def _up_to_stop_word(responses: Iterator[Any], text: AnswerText, runs_to_its_end: bool) -> Iterator[Any]:
-    """The responses with the text to show. mlx-lm shows no text of one with "stop": here the last one has no reason."""
+    """The responses with the text to show. mlx-lm hides the text of one with "stop", so the last one gets no reason."""
     for response in responses:
         for each, shown in text.add(response, response.text, response.finish_reason is not None):
             reason = None if each.finish_reason == "stop" or text.length is not None else each.finish_reason

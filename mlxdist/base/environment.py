@@ -49,7 +49,7 @@ SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # 
 SOFT_TRANSPORTS = ("auto", "shm", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 
-# Takes the text of a variable and returns what it says. Raises ValueError with words that follow the name and the text.
+# Takes the text of a variable and returns its value. Raises ValueError with words that follow the name and the text.
 Parser = Callable[[str], Any]
 
 
@@ -57,7 +57,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """``host:port`` or ``[IPv6 address]:port`` as a pair.
 
     Raises:
-        ValueError: it is neither, or the port is not 1 to 65535. The message follows the text.
+        ValueError: ``text`` has neither form, or the port is not 1 to 65535. The message follows the text.
     """
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s]+)):([0-9]{1,5})", text)
     if match is None or not 1 <= int(match[3]) <= 65535:
@@ -113,7 +113,7 @@ _shares = _matching(
     "is not a number above 0 for each rank, such as 1.5,1",
     lambda text: tuple(map(float, text.split(","))),
 )
-# The provider knows which faults there are; this rejects only what cannot be a list of any.
+# The provider checks the names of faults; this check rejects only a text that is no list of faults.
 _faults = _matching(f"([0-9]:)?{_FAULT}(,{_FAULT})*", "is not a list of faults, such as drop=1/100,corrupt_next=1")
 _job = _matching("[A-Za-z0-9._-]{0,256}", "must be at most 256 letters, digits, dots, dashes or underlines")
 _file = _matching("(?s).+", "is empty; give a name, write none, or unset it for the default", os.path.expanduser)

@@ -32,7 +32,7 @@ def model_directory(model: str | Path | None) -> Path:
     """The directory with the config.json of ``model``: a path, or a name such as org/model after `hf download`.
 
     Raises:
-        InvalidArgument: there is none; the text says what to type.
+        InvalidArgument: there is no such directory; the text has the command to type.
     """
     if not isinstance(model, str | Path):
         raise InvalidArgument(f"a model must be the directory or the name of one, not {model!r}")

@@ -32,7 +32,7 @@ __all__ = ["serve"]
 _READ_BYTES = 65536
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
-# Time for the launcher to end the job in order, once it knows that a signal ends the agent.
+# Seconds for the launcher to end the job in order, after the agent has reported the signal that ends it.
 _REACT_SECONDS = 5.0
 
 

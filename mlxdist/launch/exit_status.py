@@ -11,7 +11,7 @@ TOO_LATE = 124  # as of timeout(1)
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a job. ``failed``: it failed by itself and no process of it is left, so it could be restarted."""
+    """The end of a job. ``failed``: the job failed by itself and no process of it is left, so a restart is possible."""
 
     status: int  # for the launcher to exit with
     text: str  # closing line, perhaps empty

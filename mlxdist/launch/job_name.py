@@ -1,4 +1,4 @@
-"""The name of a job on a command line: whole, or the beginning that only one running job has."""
+"""The name of a job on a command line: the full name, or a beginning that only one running job has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -36,7 +36,7 @@ _RANK = (
     'if [ -p "$pipe.out" ]; then { exec >"$pipe.out" 2>"$pipe.err"; } 8<>"$pipe.out" 9<>"$pipe.err"; fi; '
     'exec "$0" "$@"'
 )
-# What mpirun does with the output of its ranks, if it is asked to; "output" since version 5.
+# Options with which mpirun redirects the output of its ranks; "output" since version 5.
 _OUTPUT = {"merge-stderr-to-stdout", "output", "output-filename", "tag-output", "timestamp-output", "xterm"}
 
 
@@ -65,7 +65,7 @@ def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Checks that mpirun would not refuse to run as root. ``arguments``, ``environ``: those of mpirun.
+    """Checks that mpirun would not refuse to run as root. ``arguments``, ``environ``: for mpirun.
 
     Raises:
         InvalidArgument: this is root, and neither the arguments nor the environment allow that.

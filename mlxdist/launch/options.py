@@ -188,7 +188,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
 
 
 def absolute(directory: str, option: str) -> str:
-    """The absolute path. Raises UsageError: it is a relative name, and the current directory is gone."""
+    """The absolute form of a path. Raises UsageError: the path is relative, and the current directory is gone."""
     try:
         return os.path.abspath(directory)
     except FileNotFoundError:

@@ -117,7 +117,7 @@ def _make_logs(directory: Path) -> None:
 
 
 def _launcher_directory(plan: LaunchPlan, name: str) -> JobDirectory | None:
-    """The directory for a job that may have no rank here: it is on other hosts, or pauses before a restart."""
+    """The launcher's directory for a job without ranks here: they are on other hosts, or the job will be restarted."""
     hosts: list[HostRanks] = []
     if plan.hostfile is not None and not plan.by_mpirun:
         for host in plan.hostfile.hosts:

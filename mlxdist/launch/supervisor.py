@@ -3,7 +3,7 @@
 a rank fails      the others learn it from their rendezvous and have the grace to leave by themselves; then SIGTERM,
                   and SIGKILL for those that run after the same time again. The exit status is that of the first
                   failing rank.
-SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once; where ranks do not leave
+SIGINT, SIGHUP    to all ranks; then the same. A second one skips to the next signal at once; where ranks do not leave
                   soon after SIGINT, the launcher reports it. With --pass-sigint no other signal follows SIGINT.
 SIGTERM           to all ranks; then SIGKILL. Where all of them end with status 0, so does the launcher: they have saved
                   what they had.

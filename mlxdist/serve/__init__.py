@@ -1,18 +1,18 @@
 """Serves one model of mlx-lm, sharded over all ranks of a job, to many users: `mlxdist serve`.
 
-mlx-lm's own server runs a loop on every rank, and the ranks diverge where one of them decides by what only it sees: a
-request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
+mlx-lm's own server runs a loop on every rank. The ranks diverge where a decision depends on something that one rank
+alone has: a request, a clock, a client that has gone, the bytes of a shard. Here rank 0 decides for all ranks:
 
 decisions.py        what rank 0 decides before a step, as one small message: which requests begin, which end
 scheduler.py        rank 0: the queue, who is admitted or preempted, who has left or is late
 answer.py           rank 0: the tokens of an answer with their text; stop_words.py: where its text ends
 placement.py        Layout: which rank holds what of the model, given or chosen
-worker.py           BatchLimits; all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
+worker.py           BatchLimits; all ranks: carry out the message, and run a step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time
 memory.py           how many tokens of KV caches every rank has memory for
 prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 quantized_cache.py  KV caches of a few bits in batches
-adapters.py         which adapter each row of a batch has
+adapters.py         the adapter of each row of a batch
 snapshot.py         the prefix cache on disk, from one run to the next
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance
@@ -22,9 +22,9 @@ http.py             rank 0: mlx-lm's HTTP API, with limits, keys, /health and /m
 chat.py             rank 0: a terminal in place of HTTP, `mlxdist chat`
 proxy.py            in the launcher, before rank 0: stays while ranks restart; proxy_client.py: one connection of it
 listener.py         where both listen; refusal.py: a request that is not served
-limits.py           what a request may ask for
+limits.py           limits of the fields of a request
 metrics.py          counters as Prometheus reads them
-options.py          ServeOptions: what the operator says; loading.py: the model, with what that adds to it
+options.py          ServeOptions, the operator's options; loading.py: the model, with the parts that options add
 server.py           Server: joins them
 
 What is mlx-lm's stays mlx-lm's: the HTTP API, chat templates, tool parsers, BatchGenerator, caches and samplers.

@@ -169,7 +169,7 @@ class Decisions:
 
     @classmethod
     def decode(cls, message: bytes) -> "Decisions":
-        """The decisions in a message. Raises InvalidArgument: it is no message, or one beyond the limits above."""
+        """The decisions in a message. Raises InvalidArgument: the bytes are no message, or exceed the limits above."""
         reader = _Reader(message)
         magic, step, digest, size, ends, admissions, stop = _HEADER.unpack(reader.take(_HEADER.size))
         _require(magic == _MAGIC and stop <= 1, "it does not begin as one")

@@ -1,7 +1,7 @@
 """Structured output: answers that a JSON schema or a regular expression describes, through llguidance.
 
-Rank 0 compiles what a client sends before it is admitted; every rank then masks the logits of that request alone. A
-mask comes from the grammar and the tokens, so that it is the same on all ranks.
+Rank 0 compiles the grammar of a request before it admits the request; every rank then masks the logits of that request
+alone. A mask depends on the grammar and the tokens only, so all ranks compute the same one.
 """
 
 import json

@@ -108,8 +108,8 @@ def check_fields(body: Mapping[str, Any], is_chat: bool, served: tuple[str, ...]
     """Checks the fields of a body that mlx-lm does not check.
 
     Raises:
-        Refusal: a field has another type than OpenAI's API says, is too long, or asks for what is not served; the model
-            is none of ``served`` and no adapter; the adapter is none of ``adapters``.
+        Refusal: a field has another type than in OpenAI's API, is too long, or requests a feature that is not served;
+            the model is none of ``served`` and no adapter; the adapter is none of ``adapters``.
     """
     model, adapter = body.get("model", served[0]), body.get("adapters")
     listed = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"

@@ -31,7 +31,7 @@ def reserved(needs: Collection[int]) -> int:
 
 
 def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -> int:
-    """The number of tokens of KV caches that fit on the rank with the least memory beside its weights. Collective.
+    """The number of tokens of KV caches that fit on the rank with the least memory left by its weights. Collective.
 
     Args:
         requests: the maximum number of requests, each with state that does not grow with tokens: sliding windows,

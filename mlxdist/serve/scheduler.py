@@ -103,7 +103,7 @@ class Scheduler:
     """Serves requests by priority, then by arrival, in ``places`` places.
 
     At most ``max_queue`` requests wait. Where there is no place or memory for the first of them, the scheduler
-    preempts running requests that come after it in the order. Preempted requests go on later, with the same tokens.
+    preempts running requests that come after it in the order. Preempted requests continue later, with the same tokens.
 
     The thread of the model calls all methods but :meth:`submit` and :meth:`stop`, which other threads call.
 

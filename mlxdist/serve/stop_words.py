@@ -51,7 +51,7 @@ class StopWords:
         self.held += pieces
         text = "".join(piece.text for piece in self.held)
         borders = [0, *accumulate(len(piece.text) for piece in self.held)]
-        # The first word is the one that begins first: a later one waits until an earlier one is none.
+        # The word that begins first counts: a later match waits until an earlier possible match has failed.
         begins = (count for count, at in enumerate(borders[:-1]) if self._begins(text, at, borders, is_end))
         count = next(begins, len(self.held))
         before, self.held = self.held[:count], self.held[count:]

@@ -6,7 +6,7 @@ Tokens are those of mlx-lm's samplers, from the same random numbers.
 
 A rank sends 4 bytes per row of logits for that sum, and the messages of :class:`mlxdist.nn.VocabParallelSampler`. All
 logits of a row are gathered for requests with logits processors or xtc_probability, and for log-probabilities
-that a client asks for.
+that a client requests.
 """
 
 from collections.abc import Callable, Sequence

@@ -224,7 +224,7 @@ class Worker:
                 self._insert(tokens, cache, "assistant")
 
     def _gather_logprobs(self, responses: list[Any]) -> None:
-        """Gathers the log-probabilities that clients asked for. Collective."""
+        """Gathers the log-probabilities that clients have requested. Collective."""
         if self._sharded is None:
             return
         for response in responses:

@@ -36,7 +36,7 @@ def settings(text: str) -> dict[str, str]:
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
-    """The objects in a list of JSON; none where it is something else."""
+    """The objects in a JSON list; an empty list if ``value`` is no list."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
@@ -71,7 +71,7 @@ def vm_statistics(text: str) -> int | None:
 
 
 def linux_memory(meminfo: str, limit: str) -> Memory:
-    """Memory by /proc/meminfo and by /sys/fs/cgroup/memory.max, the limit of a container."""
+    """The memory by /proc/meminfo, reduced to ``limit``, the container's limit in /sys/fs/cgroup/memory.max."""
     found = {name: int(size) << 10 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
     sizes = (found.get("MemTotal"), found.get("MemAvailable"))
     return Memory(*(min(size, int(limit)) if size is not None and limit.isdecimal() else size for size in sizes))

@@ -61,7 +61,7 @@ def load(setting: str) -> DeviceMap:
 
 
 def parse(text: str | bytes, source: str = _VARIABLE) -> DeviceMap:
-    """The map in ``text``. Raises InvalidArgument: it is malformed or not symmetric; the message names ``source``,
+    """The map in ``text``. Raises InvalidArgument: the map is malformed or not symmetric; the message names ``source``,
     the host and the column."""
     advice = "; write it as JSON"
     try:
@@ -73,8 +73,8 @@ def parse(text: str | bytes, source: str = _VARIABLE) -> DeviceMap:
 
 
 def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """The rows of a `DeviceMap` from a value of JSON: a matrix, or hosts that have a row each. Raises MalformedMap:
-    it is none, or not symmetric."""
+    """The rows of a `DeviceMap` from a JSON value: a matrix, or hosts that have a row each. Raises MalformedMap:
+    the value is no map, or is not symmetric."""
     entries = found.get("hosts") if isinstance(found, dict) else found
     if not isinstance(entries, list) or not entries:
         raise MalformedMap('it must be a list of rows, a list of hosts with "rdma" each, or {"hosts": [...]}')

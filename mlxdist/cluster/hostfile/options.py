@@ -1,4 +1,4 @@
-"""The options that say which hosts a command goes to, and how it gets there: the same for every command."""
+"""The options that select the hosts of a command, and the way to reach them: the same for every command."""
 
 from __future__ import annotations
 

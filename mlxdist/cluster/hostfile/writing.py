@@ -1,4 +1,4 @@
-"""Hostfiles, written: from any format into any other that can say it."""
+"""Writes hostfiles: from any format into any other that can hold the content."""
 
 import json
 import os
@@ -43,8 +43,8 @@ def left_out(hostfile: Hostfile, format: str) -> list[str]:
 
 
 def save(hostfile: Hostfile, path: str | os.PathLike[str], format: str = "json") -> None:
-    """Writes a file. Readers of ``path`` see either the old or the new content. Raises InvalidArgument: it cannot be
-    written, and the old file is as it was; or what `write` raises."""
+    """Writes a file. Readers of ``path`` see either the old or the new content. Raises InvalidArgument: the file cannot
+    be written, and the old one is unchanged; or what `write` raises."""
     text = write(hostfile, format)
     try:
         atomic_write(path, text)

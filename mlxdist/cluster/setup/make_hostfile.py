@@ -119,6 +119,6 @@ def _ips(
         return tuple(by_cable)
     choice = choices[host]
     by_network = [str(choice.address.ip)] if choice is not None else []
-    # Two hosts whose cable has no RDMA: by TCP it is faster than the network.
+    # Where the cable between two hosts has no RDMA, TCP over it is still faster than over the network.
     ips = [*by_cable, *by_network] if len(machines) == 2 and (not has_rdma or not by_network) else by_network
     return tuple(dict.fromkeys(ips))

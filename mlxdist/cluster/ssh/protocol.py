@@ -61,7 +61,7 @@ def pack_json(kind: int, fields: dict[str, Any], number: int = 0) -> bytes:
 
 
 def unpack_json(payload: bytes) -> dict[str, Any]:
-    """The value of a payload. Raises FrameError: it is no JSON object."""
+    """The JSON object in a payload. Raises FrameError: the payload is no JSON object."""
     try:
         fields = parse_json(payload)
     except ValueError as error:

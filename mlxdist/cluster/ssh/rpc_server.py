@@ -45,8 +45,8 @@ def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
     """Serves one client over the standard streams, until it ends the connection.
 
     Args:
-        functions: names for the client, each with "module:function", which is imported when it is called. It takes
-            keyword arguments and returns what JSON can express.
+        functions: names for the client, each with "module:function", which is imported at its first call. The function
+            takes keyword arguments and returns a value that JSON can express.
         streaming: the same for calls with streams, which must be the first of their connection. The function takes the
             two descriptors of the connection, the `Frames` read so far, and the call's arguments.
     """

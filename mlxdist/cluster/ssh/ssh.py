@@ -27,8 +27,8 @@ __all__ = [
     "why_lost",
 ]
 
-# ssh asks for no password, and notices a host that does not respond: within 10 s before there is a connection,
-# 15 s afterwards.
+# ssh prompts for no password, and fails when a host does not respond: within 10 s before there is a connection, 15 s
+# afterwards.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 # The exit status of ssh when the connection fails.
 LOST = 255

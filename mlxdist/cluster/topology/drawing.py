@@ -32,7 +32,7 @@ class _Wire:
 
 
 def as_text(topology: Topology) -> Text:
-    """Boxes below each other, with a row for each end of a cable, and the cables on the right. Missing ones dashed."""
+    """The graph as text: boxes with a row for each end of a cable, the cables on the right, missing ones dashed."""
     wires = [
         _Wire((_end_label(cable, cable.a.host), _end_label(cable, cable.b.host)), cable.pair, _style(cable))
         for cable in topology.cables
@@ -135,7 +135,7 @@ path[stroke="#cf222e"] {stroke: #f85149} text[fill="#cf222e"] {fill: #f85149}
 
 
 def as_svg(topology: Topology) -> str:
-    """Hosts on a circle. Several cables of two hosts are curves beside each other."""
+    """The graph as SVG, with hosts on a circle. Several cables between two hosts are curves next to each other."""
     count = len(topology.names)
     boxes = [max(110, 8 * len(name) + 24) for name in topology.names]
     radius = max(180, max(boxes) * count / 4) if count > 1 else 0

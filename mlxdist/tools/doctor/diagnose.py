@@ -71,7 +71,7 @@ def diagnose(
         else:
             for name in passed:
                 show(name, "values and links")
-            # Without hosts that have failed: the job would fail there, too, and say nothing about the others.
+            # Without hosts that have failed: with them the job would fail, too, and test nothing on the others.
             cluster.job = try_job(selection, passed, options)
         return cluster, results + run_checks(cluster, after_job=True)
 

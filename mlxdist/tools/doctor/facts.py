@@ -88,7 +88,7 @@ def clock() -> float:
 def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
     """Takes memory and writes to all of it, in a process of its own, because the system may kill that process.
 
-    "late" in the result: ``seconds`` were over before, which says nothing about the memory.
+    "late" in the result: the time limit ``seconds`` ended the test, so its result is not about the memory.
     """
     size = max(1 << 20, min(size, (collect_here().memory.available or size) // 4))
     begin = time.monotonic()

@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """A result. ``hosts``: its hosts, none for all together. ``is_way``: it is about the way between two hosts."""
+    """A result. ``hosts``: its hosts, none for all together. ``is_way``: the result is about the way between two."""
 
     verdict: Verdict
     hosts: tuple[str, ...]

@@ -88,7 +88,7 @@ def _connect(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _nc_reaches(address: str, port: int, seconds: float) -> bool | None:
-    """Whether Apple's nc connects, which macOS never asks about the local network; None if nc cannot run."""
+    """Whether Apple's nc connects, which needs no permission for the local network; None if nc cannot run."""
     command = [_NC, "-z", "-G", f"{seconds:.0f}", address, str(port)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + 2, check=False)

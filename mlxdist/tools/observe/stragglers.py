@@ -184,7 +184,7 @@ def _activity(record: FlightRecord, group: int) -> str:
 
 
 def _program(records: list[FlightRecord], last: Operation | None) -> str:
-    """The line where the program is, if it is the same on all of these ranks and not that of the operation."""
+    """The line that the program executes, if all of these ranks are at the same one, and it is not the operation's."""
     call_sites = {next(iter(record.threads.values()), "") for record in records}  # of the main thread, if it has any
     at = call_sites.pop()
     return f" (the program is at {at})" if at and not call_sites and (last is None or at != last.call_site) else ""

@@ -19,7 +19,7 @@ def full(view: View) -> Group:
 
 
 class Screenful:
-    """A view that is cut to the terminal's lines when it is drawn: stragglers and silent ranks come first then."""
+    """A view that is shortened to the terminal's lines when drawn: then stragglers and silent ranks come first."""
 
     def __init__(self, view: View) -> None:
         self._head = _head(view)

@@ -1,4 +1,4 @@
-"""Checks that ssh reaches each host, that it is named once, imports mlxdist, and has the others' versions."""
+"""Checks that ssh reaches each host, and that the host is named once, imports mlxdist, and has the others' versions."""
 
 import re
 import shlex
