@@ -68,7 +68,7 @@ class Agent:
             try:
                 self._prepare(arguments)
                 self._take_frames(b"")
-                # Seconds without a frame after which the launcher counts as lost. To prepare a job may take longer.
+                # The silence after which the launcher counts as lost is measured only now: preparing may take longer.
                 self._silence, self._last_arrival = arguments["silence"], time.monotonic()
                 while not self._end_sent:
                     self._step(_SECONDS)
@@ -92,7 +92,7 @@ class Agent:
                 self._relay(key.fd)
         if full:
             time.sleep(_PAUSE)  # what the ranks print stays readable
-        # Only now: the launcher has one frame of input in transit, so unread input does not pile up here.
+        # Acknowledged once the ranks have read: the launcher has one frame in transit, so no input piles up here.
         if self._owes_ack and (self._input.wants_more or not self._input.has_readers):
             self._owes_ack = False
             self._put(pack(JobFrame.INPUT_ACK, payload=b"" if self._input.has_readers else b"none"))
@@ -119,7 +119,7 @@ class Agent:
                 continue
             if self._is_stopped:
                 raise EOFError
-            # The launcher would take a connection that just ends for an accident, and restart the job.
+            # Reported, because the launcher treats a connection that ends without a report as a failure, and restarts.
             self._is_stopped = True
             self._leave_at = time.monotonic() + _REACT_SECONDS
             self._put(pack(JobFrame.STOPPED, payload=bytes([number])))

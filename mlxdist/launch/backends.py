@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "DEFAULT_PORT", "Backend", "Exports", "choose", "free_ports"]
 
 BACKENDS = ("auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
-# Where rank 0 listens where no process can look for a free port first. Below the range of ephemeral ports
-# (from 32768 on Linux, 49152 on macOS).
+# The port of rank 0 where no process can search for a free one first. It is below the range of ephemeral ports (from
+# 32768 on Linux, 49152 on macOS), so that no outgoing connection takes it.
 DEFAULT_PORT = 27183
 _LOOPBACK = ("127.0.0.1", "::1")
 _MAX_PORT = 65535

@@ -183,7 +183,7 @@ class LocalJob:
         self._pipes: list[Pipe] = []
         self.succeeded = False
         allow_descriptors(self.size)
-        # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
+        # A short name, because ranks make Unix sockets inside, whose paths may have about 100 characters at most.
         self.directory = Path(self.variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
         self.first_failure = self.directory / "first_failure"
         with contextlib.ExitStack() as undo:
@@ -346,7 +346,7 @@ class LocalJob:
         directories = [str(self.directory), str(self._record.path)]
         self.reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _REAPER, str(reaper), self.job, *directories, grace],
-            # Without the name of an outer job: when that is cleaned up, this one must still be.
+            # Without the name of an outer job, whose cleanup would kill this reaper before it has ended its own job.
             env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
             stdin=source,
             stdout=subprocess.DEVNULL,

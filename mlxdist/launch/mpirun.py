@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 _SECONDS = 20
-# Starts a rank with its output in the pipes that `pipes_of_rank` makes. Their names have that of the host: srun passes
-# the variable on, and hosts may share the directory. To open a pipe for reading and writing waits for no reader: where
-# the launcher's is gone, the rank notices when it writes.
+# Starts a rank with its output in the pipes that `pipes_of_rank` makes. A pipe's name has the host's name, because srun
+# passes the variable on, and hosts may share the directory. A pipe is opened for reading and writing, which waits for
+# no reader: if the launcher's end is gone, the rank gets an error when it writes.
 _RANK = (
     "pipe=${MLXDIST_ERROR_FILE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
     'if [ -p "$pipe.out" ]; then { exec >"$pipe.out" 2>"$pipe.err"; } 8<>"$pipe.out" 9<>"$pipe.err"; fi; '

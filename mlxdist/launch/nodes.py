@@ -69,7 +69,7 @@ class Nodes:
         """The name of the job here: a part that all nodes share, then this launcher's own. See `same_job`."""
         import hashlib
 
-        # The secret is all that the launchers have in common, and the name of a job is no secret.
+        # The launchers share only the secret, and a job's name is public: so the name has a hash of the secret.
         common = hashlib.sha256(b"name of the job" + self.secret.encode()).hexdigest()[:8]
         outer, dot, own = name.rpartition(".")
         return f"{outer}{dot}{common}.node{self.number}.{own}"

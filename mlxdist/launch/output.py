@@ -52,7 +52,7 @@ class Output:
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
         """Opens the logs. ``labels``: texts of equal width in front of each rank's lines. ``logs``: their directory."""
-        # The launcher prints from other threads, too.
+        # A lock, because the launcher prints from other threads, too.
         self._lock = threading.RLock()
         self._wake = wake
         self._labels = labels
@@ -275,7 +275,7 @@ class Screen:
     def show(self, stream: Stream, final: bool) -> None:
         lines = stream.take_lines()
         if final and (rest := stream.take_rest(final=True)):
-            # The last line has no end of its own. In a file the next rank would continue it.
+            # The last line may have no newline, and in a file the next rank would continue it.
             lines += rest if rest.endswith(b"\n") else rest + b"\n"
             stream.restart_line()
         if self._owner is stream:

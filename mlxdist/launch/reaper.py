@@ -210,7 +210,7 @@ def _processes(with_variables: bool) -> list[tuple[int, int, bytes]]:
         if not name.isdigit():
             continue
         try:
-            # After the command's name, which may contain anything: state, parent, group.
+            # The command's name may contain anything. State, parent and group follow it.
             state, _, group = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()[:3]
             if state not in (b"Z", b"X") and group != b"0":  # neither ended nor a thread of the kernel
                 variables = _read(f"/proc/{name}/environ") if with_variables else b""
@@ -221,7 +221,7 @@ def _processes(with_variables: bool) -> list[tuple[int, int, bytes]]:
 
 
 def _read(path: str) -> bytes:
-    # Half the time of open(), and there may be thousands of processes.
+    # os.open takes half the time of open(), and there may be thousands of processes.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         parts = []

@@ -96,7 +96,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
         finally:
             if directory is not None:
                 directory.remove()
-        # Waits for the reader of the output, as any program does, unless another signal comes.
+        # Waits until the reader has taken the output, like any program that prints, unless another signal comes.
         while output is not None and not output.is_written(0.1):
             if wakeup.read():
                 break

@@ -28,9 +28,9 @@ __all__ = ["CHOICES", "Feed", "Pipe", "StandardInput"]
 CHOICES = ("all", "0")  # which ranks have it
 
 READ_BYTES = 1 << 15  # so that a frame with it fits into a pipe
-# A reader this far behind gets no more: it probably never reads, and memory is finite.
+# Bytes of unread input after which a reader gets no more: it probably never reads, and its queue takes memory.
 MAX_BEHIND = 64 << 20
-# Between two looks at whether the user has brought the launcher to the foreground again.
+# Seconds between two attempts to read while the launcher is in the background of its shell.
 _PAUSE = 0.2
 
 
@@ -184,7 +184,7 @@ class StandardInput:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        # Else reading in the background of a shell stops the launcher. Blocked, it makes reading an error.
+        # SIGTTIN stops a process that reads its terminal in the background of a shell. If it is blocked, reading fails.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN])
         data = b"more"
         while data:

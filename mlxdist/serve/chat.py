@@ -107,7 +107,7 @@ class Terminal:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        # A daemon: nothing ends a read of a terminal.
+        # A daemon thread, because nothing interrupts a read of a terminal.
         thread = threading.Thread(target=self._talk, name="mlxdist chat", daemon=True)
         thread.start()
         yield

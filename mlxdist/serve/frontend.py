@@ -122,7 +122,7 @@ class Frontend(ResponseGenerator):
             prompt=prompt,
             segments=[(kind, len(part)) for kind, part in zip(kinds, parts)],
             max_tokens=min(args.max_tokens, self.context - len(prompt)),
-            # Drawn here, on rank 0: all ranks must sample with the same seed.
+            # Rank 0 draws the seed, because all ranks must sample with the same one.
             seed=secrets.randbits(64) if args.seed is None else args.seed,
             sampling=args.sampling,
             logits=replace(args.logits, logit_bias=args.logits.logit_bias or None),

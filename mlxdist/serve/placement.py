@@ -142,6 +142,7 @@ def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:
             refused.append(f"{_name(grid)}: {error}")
             continue
         found.append(ModelPlacement(plan, stage_plan, "; ".join(refused)))
+        # An even split leaves 1 / ranks of the weights on a rank. The limit is in the middle between that and all.
         if len(grids) == 1 or found[-1].most <= (1 + 1 / ranks) / 2:
             return found[-1]
         refused.append(f"{_name(grid)}: a rank would hold {found[-1].most:.0%} of the weights")

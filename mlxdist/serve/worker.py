@@ -239,7 +239,7 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        # mlx-lm's prompt cache is of several models; here, of one with each adapter.
+        # mlx-lm's prompt cache has a key for the model. Here it is the adapter, which changes the keys and values.
         cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
             cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt[:-1])

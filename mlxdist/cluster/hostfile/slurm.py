@@ -27,7 +27,7 @@ def expand(nodes: str) -> list[str]:
     for item in _items(nodes):
         for name in _expand_item(item, nodes):
             names.append(name)
-            # In the loop: n[0-999999999] must not fill the memory first.
+            # Checked inside the loop, so that n[0-999999999] does not fill the memory first.
             if len(names) > MAX_RANKS:
                 raise InvalidArgument(f"host list {nodes!r:.80}: more than {MAX_RANKS} hosts")
     return names

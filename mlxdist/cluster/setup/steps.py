@@ -16,7 +16,7 @@ from .addresses import Link
 
 __all__ = ["Step", "is_undone", "plan_steps"]
 
-# What can be done, by name: an undo file has such names and their values, and no commands. {0} is the first value.
+# The actions, by name. An undo file has only names and values, so that no changed file can run other commands as root.
 _ACTIONS = {
     "create service": "networksetup -createnetworkservice {0} {1}",
     "remove service": "networksetup -removenetworkservice {0}",
@@ -102,7 +102,7 @@ def _on_mac(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> 
         member = (bridge, end.interface)
         steps.append(Step(machine.name, "leave bridge", member, ("join bridge", *member)))
     found = [service for service in machine.services if service.interface == end.interface]
-    # A service that is enabled and has the address needs no step, so a second run changes nothing.
+    # A service that is enabled and has the address comes first: it needs no step, so a second run changes nothing.
     service = min(found, key=lambda service: (not service.enabled, service.address != address), default=None)
     if service is None:
         name = f"mlxdist {end.port}"

@@ -30,7 +30,7 @@ class Connection:
     """
 
     def __init__(self, name: str, ssh_config: SshConfig, on_error: Callable[[str], None] | None = None) -> None:
-        """Starts the server. Raises ResourceError: the command that leads there cannot be run."""
+        """Starts the server. Raises ResourceError: the command that leads to the host cannot be run."""
         self.name = name
         self.greeted = False
         self._on_error = on_error
@@ -41,7 +41,7 @@ class Connection:
         pipe = subprocess.PIPE
         command = ssh_config.server(name)
         try:  # in a session of its own: Ctrl-C is the caller's
-            # Unbuffered: `receive` polls the descriptor, which does not show bytes in a buffer of Python's.
+            # Unbuffered, because `receive` polls the descriptor, and a poll does not see bytes in Python's own buffer.
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
@@ -64,6 +64,7 @@ class Connection:
         if not self._sending.acquire(blocking=False):
             return
         try:
+            # A pipe that is ready takes PIPE_BUF bytes at once, more than a short frame has: this write cannot block.
             if _is_ready(self._stdin.fileno(), select.POLLOUT, 0):
                 self._stdin.write(data)
         except (BrokenPipeError, ValueError):

@@ -24,7 +24,8 @@ from .protocol import GREETING, FrameError, Frames, Kind, pack_json, unpack_json
 __all__ = ["claim_streams", "respond", "serve", "who"]
 
 _READ_BYTES = 1 << 16
-# A client whose machine is gone sends nothing, which ssh does not notice on the server's side.
+# Seconds until the first call. A client whose machine is gone sends nothing, and ssh does not detect that on the
+# server's side: without a limit this process would wait for good.
 _FIRST_CALL_SECONDS = 120.0
 
 
@@ -36,7 +37,7 @@ def who() -> dict[str, Any]:
         "system": sys.platform,
         "python": platform.python_version(),
         "mlxdist": __version__,
-        # Addresses of this connection: the client's and ours.
+        # The client's address and port of this connection, and the server's.
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
     }
 

@@ -237,6 +237,7 @@ def _find_ring(count: int, pairs: set[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _order(cable: Cable) -> tuple:
+    # en9 comes before en10.
     def natural(text: str) -> list:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
