@@ -29,7 +29,7 @@ __all__ = ["StageCalls"]
 
 
 class StageCalls:
-    """What this stage computes, receives and sends.
+    """Calls of the model on this stage: which layers it computes, and which messages it receives and sends.
 
     Attributes:
         model: in stages.
@@ -69,8 +69,8 @@ class StageCalls:
         """Calls a function in which ``model(tokens, ...)`` is this stage alone, once.
 
         Returns:
-            What the function returns, which is of use on the last stage: on others the model's result has the shape of
-            the logits and is not to be evaluated. And the arrays that the next stage takes.
+            The function's result, and the arrays that the next stage takes. The result is of use on the last stage
+            alone: on the others it is made of placeholders with the shape of the logits, which must not be evaluated.
 
         Raises:
             InvalidArgument: the function does not call the model once.
@@ -87,9 +87,9 @@ class StageCalls:
         return value, runs[0].left
 
     def shape_of_call(self, function: Callable[[], Any], chunk: int = 0) -> tuple[Any, tuple[int, int]]:
-        """What ``function`` returns, not to be evaluated, and the shape of the tokens with which it calls the model.
+        """Returns the result of ``function``, not to be evaluated, and the shape of the tokens it gives to the model.
 
-        No layer is called. ``chunk``: whose parameters ``Stage.trainable_parameters`` are.
+        No layer is called. ``chunk``: the virtual stage whose parameters ``Stage.trainable_parameters`` returns.
         """
         shapes: list[Any] = []
 
@@ -120,7 +120,7 @@ class StageCalls:
         return self.transfer.broadcast(logits, self.stages - 1, self._calls)
 
     def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-        """What a layer of the model does when the model calls it."""
+        """Handles the model's call of a layer: computes it, or stands in for it if another stage has it."""
         run = self._run
         arguments: list[Any] = [list(args), keywords]
         if run is None:
@@ -138,11 +138,11 @@ class StageCalls:
         return kind.__call__(layer, *arguments[0], **arguments[1])
 
     def boundary(self, part: int) -> Boundary:
-        """What virtual stage ``part`` of the model takes from the one before."""
+        """Returns the arrays that virtual stage ``part`` of the model takes from the one before."""
         return self.taken(self._ranges[part][0])
 
     def taken(self, number: int) -> Boundary:
-        """What layer ``number`` takes."""
+        """Returns the description of the arrays that layer ``number`` takes."""
         return self._layers.taken[number]
 
     def _with_model(self, call: Callable[..., Any], function: Callable[[], Any], chunk: int) -> Any:
@@ -159,7 +159,7 @@ class StageCalls:
         return _Run([own], shape, hidden)
 
     def _skip(self, run: "_Run", number: int, arguments: list[Any]) -> Any:
-        """In place of a layer of another stage."""
+        """Stands in for a layer of another stage: advances its cache, and returns zeros of its results' shapes."""
         batch, length = run.shape
         if (path := self._layers.caches[number]) is not None:
             advance(at(arguments, path), batch, length, run.messages)
@@ -174,9 +174,9 @@ class StageCalls:
 
 
 class _Run:
-    """One call of the model: which layers this rank computes, and what happens where they begin and end.
+    """A call of the model: which layers this rank computes, and what happens where they begin and end.
 
-    ``messages``: of this call so far.
+    ``messages``: the messages of this call so far.
     """
 
     def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
@@ -188,26 +188,26 @@ class _Run:
         self.hidden, self.left = list(hidden or ()), list[mx.array]()
 
     def begin(self, taken: Boundary, number: int) -> None:
-        """Where layer ``number`` is the first of a chunk, and takes that."""
+        """Takes in the arrays for layer ``number``, the first of a chunk."""
         self.received = {passed.origin: x for passed, x in zip(taken, self.enter(number), strict=True)}
 
     def enter(self, number: int) -> list[mx.array]:
-        """What layer ``number``, the first of a chunk, takes."""
+        """Returns the arrays that layer ``number``, the first of a chunk, takes."""
         return self.hidden
 
     def leave(self, number: int, arrays: list[mx.array]) -> None:
-        """Where layer ``number`` comes after a chunk: what it takes of that."""
+        """Hands on ``arrays``, which layer ``number``, the first one after a chunk, takes from the chunk."""
         self.left = arrays
 
 
 class _ConnectedRun(_Run):
-    """One that receives and sends.
+    """A call that receives from the stage before and sends to the stage behind.
 
-    Each message waits for the one before, a receive for those of earlier calls, too, and so does a send: MLX may
-    evaluate several calls together, in an order of its own. A receive does not wait for the send of an earlier call, so
-    that one call arrives while another leaves.
+    Each message waits for the one before it in the same call. A receive also waits for the receives of earlier calls,
+    and a send for their sends, because MLX may evaluate several calls together, in an order of its own. A receive does
+    not wait for the send of an earlier call, so that one call arrives while another leaves.
 
-    ``inputs``: of the model, such as tokens that each rank has sampled for itself, which stages compare.
+    ``inputs``: the model's arguments, such as tokens that each rank has sampled for itself, which stages compare.
     """
 
     def __init__(self, calls: StageCalls, transfer: Transfer, shape: Sequence[int], inputs: Sequence[mx.array]) -> None:

@@ -1,4 +1,4 @@
-"""What a bandwidth is, and how much of it memory allows.
+"""Bandwidths of operations, and how much bandwidth memory allows.
 
 The definitions are those of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), so that
 numbers can be compared: the size S of an operation is its whole array, which for all_gather is the output of a rank
@@ -69,7 +69,7 @@ def impossible(microseconds: float, least: float) -> str | None:
     """Why this time cannot be true, or None if it can.
 
     Args:
-        least: what copies of all ranks at once in the same run say that it takes at least.
+        least: the least time that can be true, computed from copies by all ranks at once in the same run.
     """
     if microseconds >= least:
         return None

@@ -64,7 +64,7 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Of two setups: what forbids a comparison, and what else is not the same."""
+    """Returns how two setups differ: the differences that forbid a comparison, and all others."""
     facts = [_facts(setup) for setup in (a, b)]
     found: tuple[list[str], list[str]] = [], []
     for name in facts[0]:

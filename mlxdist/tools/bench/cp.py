@@ -1,4 +1,4 @@
-"""`mlxdist bench cp`: attention over a sequence of which each rank has a shard, in the ways that there are."""
+"""`mlxdist bench cp`: attention over a sequence sharded among the ranks, by each method that mlxdist has."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SequenceShards(BenchmarkWorkload):
 
 
 def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list[mx.array]) -> Callable[[], Any]:
-    """The result; for "training" also the gradients of the result times the last of ``arrays``."""
+    """A function that returns the result; for "training" also the gradients, with the last array as cotangent."""
     *inputs, cotangent = arrays
     attend = partial(attention, scale=case["dims"] ** -0.5)
     if case["operation"] == "forward":
@@ -73,7 +73,7 @@ def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list
 
 
 def _gathered_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, group: mlxdist.Group) -> mx.array:
-    """One call for each chunk of queries, with the keys up to its end: the last rows of a causal mask."""
+    """Calls attention once per chunk of queries, with the keys up to the chunk's end: a causal mask's last rows."""
     from mlxdist.nn.context_parallel.sequence import chunk_starts
 
     keys, values = (mlxdist.nn.gather_sequence(x, 2, group=group) for x in (k, v))

@@ -50,7 +50,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer of experts, in the names of mlx-lm's arguments for a model."""
+    """The sizes of a layer of experts, named as mlx-lm's arguments for a model."""
 
     hidden_size: int
     moe_intermediate_size: int
@@ -65,7 +65,7 @@ class Shape:
         return f"{sizes}, top {self.num_experts_per_tok} of {self.num_experts}"
 
     def scaled(self, scale: int | None) -> Shape:
-        """Widths divided, at least 32."""
+        """Returns the shape with its widths divided by ``scale``, or by its own default; at least 32."""
         by = scale or self.scale
         return replace(
             self,
@@ -124,7 +124,7 @@ class Layer:
         mx.eval([layer.parameters() for layer in self.parallel.values()])
 
     def works(self, tokens: int) -> tuple[dict[str, Work], int]:
-        """All ways, and the bytes that have to be read for that of most."""
+        """Returns a work for each variant, and the bytes that the variant with the most weights must read."""
         x = mx.random.normal((tokens, self.shape.hidden_size), key=mx.random.key(tokens))
         mine = self._own_part(tokens) if self.sharded else slice(0, tokens)
         part = x[mine]
@@ -155,7 +155,7 @@ class Layer:
         return slice(first, end)
 
     def _routed(self, x: mx.array, experts: Any) -> mx.array:
-        """What mlx-lm's block does, with our experts."""
+        """Computes mlx-lm's block with our experts."""
         indices, scores = route(self.full, x)
         return experts(x, indices, scores)
 
@@ -179,7 +179,7 @@ def route(block: Any, x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def make_block(shape: Any, dtype: str = "float32") -> nn.Module:
-    """``shape``: a `Shape`, which has those fields of mlx-lm's ModelArgs that the block reads."""
+    """Returns mlx-lm's block. ``shape``: a `Shape`, which has the fields of mlx-lm's ModelArgs that the block reads."""
     from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
     block = Qwen3MoeSparseMoeBlock(shape)
@@ -189,10 +189,10 @@ def make_block(shape: Any, dtype: str = "float32") -> nn.Module:
 
 
 def shard_as_mlx_lm(full: nn.Module, shape: Shape, group: mx.distributed.Group) -> nn.Module:
-    """A block with the same weights, to which is done what shard() of mlx-lm's qwen3_moe does.
+    """Returns a block with the same weights, sharded as shard() of mlx-lm's qwen3_moe shards it.
 
     Raises:
-        ValueError: mlx-lm cannot shard it for this number of ranks.
+        ValueError: mlx-lm cannot shard the block for this number of ranks.
     """
     block = make_block(shape)
     block.update(tree_map(mx.array, full.parameters()))
@@ -248,8 +248,8 @@ def ep(runner: Runner, shapes: list[str], scale: int | None, tokens: list[int], 
     Router, experts and exchange, in alternating blocks: each mode of ExpertParallelSwitchGLU; the one that a
     calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled"); the
     same layer with every expert sharded by its tp_group ("sharded inside"; both not with --sharded); mlx-lm's own
-    sharding, which shards likewise, on MLX's ring; and the full layer in one process while the others sleep. One thread
-    of BLAS in each.
+    sharding, which shards likewise, on MLX's ring; and the full layer in one process while the others sleep. A BLAS
+    has one thread in each process.
 
     The exit status is 1 if a result was wrong, a time is shorter than the memory allows, or a file is not written.
     """

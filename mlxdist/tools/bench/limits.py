@@ -19,8 +19,8 @@ NARROW = 130  # columns of a terminal in which a table with these has no room fo
 
 
 def limit_cells(result: dict[str, Any] | None) -> list[str]:
-    """For `LIMIT_COLUMNS`: the multiple, and the microseconds of the limit. Empty for a layer that computes: how long
-    bytes take to move says nothing of it."""
+    """The cells of `LIMIT_COLUMNS`: the multiple, and the microseconds of the limit. Empty for a layer that computes:
+    its time does not depend on how long bytes take to move."""
     if not result or not result["microseconds"] or "transfer" not in result:
         return [""] * len(LIMITS)
     median = result["microseconds"]["median"]
@@ -29,7 +29,7 @@ def limit_cells(result: dict[str, Any] | None) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """With three digits, or all before the point."""
+    """The value with three digits, or with all digits before the point."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
@@ -43,7 +43,7 @@ def explain_limits(results: list[dict[str, Any]]) -> list[str]:
 
 
 def limits_line(limits: list[dict[str, Any]]) -> str:
-    """For tables of layers, which compute: what `timing.measure_limits` has measured, in one line."""
+    """The limits that `timing.measure_limits` has measured, in one line, for tables of layers, which compute."""
     parts = []
     for name, words in SHORT.items():
         there = [f"{tables.size(c['bytes'])} {_short(c[name]['median'])}" for c in limits if c[name]]

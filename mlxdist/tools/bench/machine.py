@@ -1,4 +1,4 @@
-"""What a result depends on and what is hard to find out later: of this machine, of the command, and of the project."""
+"""Facts that a result depends on and that are hard to find out later: the machine, the command and the sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFIXES = ("MLXDIST_", "MLX_", "OMP_", "OPENBLAS_", "VECLIB_", "MKL_")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Of the host that this process runs on, and of this Python."""
+    """Describes the host that this process runs on, and this Python."""
     import mlx.core as mx
     import numpy as np
 
@@ -52,13 +52,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what is measured. Not what the launcher sets for each job, the secret among it."""
+    """The variables that change results, without those that the launcher sets for each job, the secret among them."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) and name not in OF_JOB)
     return {name: environ[name] for name in names}
 
 
 def describe_command() -> dict[str, Any]:
-    """When it began, how it was called, and the revision of the sources, where they are a working copy of git."""
+    """When the command began, its words, and the revision of the sources if they are a working copy of git."""
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["mlxdist", *sys.argv[1:]]),

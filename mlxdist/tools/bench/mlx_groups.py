@@ -43,7 +43,7 @@ def mlx_group(name: str, world: mlxdist.Group) -> mx.distributed.Group:
 
 
 def _addresses(world: mlxdist.Group) -> list[str]:
-    """For each rank where it can listen: a free port of the address by which it reaches rank 0."""
+    """An address for each rank to listen on: a free port of the address by which the rank reaches rank 0."""
     if (rendezvous := Environment.read().rendezvous) is None:
         raise RuntimeError("MLX's ring and JACCL need two ranks or more")
     host, port = rendezvous

@@ -44,10 +44,10 @@ def storage(dtype: str) -> np.dtype:
 
 
 class Inputs:
-    """What each rank puts in: whole numbers below 32 without a pattern, so that no part can stand in for another.
+    """The input of each rank: whole numbers below 32 without a pattern, so that no part can stand in for another.
 
-    Sums are exact in every dtype (integers of 8 bits wrap), for which some ranks of many have 0 in each element. An
-    array is computed each time it is asked for: those of all ranks may not fit into memory.
+    Sums are exact in every dtype (integers of 8 bits wrap): with many ranks, some have 0 in each element. Indexing
+    computes an array anew each time, because the arrays of all ranks together may not fit into memory.
     """
 
     def __init__(self, dtype: str, elements: int, ranks: int) -> None:
@@ -88,7 +88,7 @@ def add(arrays: Inputs) -> np.ndarray:
 
 
 def count_wrong(result: np.ndarray, expected: np.ndarray) -> int:
-    """The number of elements that are not bit for bit what they must be."""
+    """Counts the elements that differ in any bit from the expected ones."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return max(result.size, expected.size)
     result, expected = np.ascontiguousarray(result), np.ascontiguousarray(expected)
@@ -99,7 +99,7 @@ def count_wrong(result: np.ndarray, expected: np.ndarray) -> int:
 
 
 def count_off(expected: mx.array, tolerance: float, result: mx.array) -> int:
-    """The elements that differ by more than ``tolerance`` times the largest element of what they must be."""
+    """Counts the elements that are off by more than ``tolerance`` times the largest expected element."""
     if result.shape != expected.shape or not expected.size:
         return max(result.size, expected.size)
     found, wanted = result.astype(mx.float32), expected.astype(mx.float32)
@@ -119,7 +119,7 @@ def from_mlx(array: mx.array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation: how it is called, and what comes out.
+    """An operation: how it is called, and its expected result.
 
     ``call(x, group=group)`` is the operation on an ``mx.array``; with ``out`` and ``dtype`` on NumPy arrays. ``given``
     and ``expected`` are a rank's input and output: functions of all ranks' arrays and of the rank.
@@ -140,7 +140,7 @@ def _part(array: np.ndarray, index: int, parts: int) -> np.ndarray:
 
 
 def _partner(group: mlxdist.Group) -> int | None:
-    """0 with 1, 2 with 3 and so on; None for the last of an odd number."""
+    """This rank's partner: 0 with 1, 2 with 3 and so on; None for the last of an odd number of ranks."""
     partner = group.rank() ^ 1
     return partner if partner < group.size() else None
 
@@ -251,7 +251,7 @@ class Lazy:
         mx.eval(self.results)
 
     def count_wrong(self) -> int:
-        """The wrong elements of the first operation and of the last call."""
+        """Counts the wrong elements of the first operation and of the last call."""
         return self.wrong + sum(count_wrong(from_mlx(result), self.expected) for result in self.results)
 
 
@@ -282,12 +282,12 @@ class Eager:
         self._spoil()
 
     def _spoil(self) -> None:
-        """What an operation leaves out stays wrong."""
+        """Fills the output with wrong bytes, so that an element that the operation leaves out counts as wrong."""
         if not self._in_place:
             self.out.view(np.uint8).fill(0xFF)
 
     def try_once(self) -> int:
-        """The wrong elements of a call."""
+        """Makes a call, and counts its wrong elements."""
         self._spoil()
         self.call()
         return count_wrong(self.out, self.expected)
@@ -296,5 +296,5 @@ class Eager:
         self.eager(self.x, self.out)
 
     def count_wrong(self) -> int:
-        """The wrong elements of the first call and of the last one."""
+        """Counts the wrong elements of the first call and of the last one."""
         return self.wrong + count_wrong(self.out, self.expected)

@@ -40,7 +40,7 @@ Results = Sequence[dict[str, Any]]
 
 
 def curves(results: dict[str, Any]) -> Iterator[str]:
-    """Of every operation and dtype an SVG: time and bandwidth over size, a curve for each variant."""
+    """Yields an SVG for each operation and dtype: time and bandwidth over size, a curve for each variant."""
     sized = [result for result in results["cases"] if "tokens" not in result["case"] and "bytes" in result["case"]]
     found = _grouped(sized, lambda case: (case["operation"], case["dtype"]))
     for number, ((operation, dtype), of_operation) in enumerate(found.items()):
@@ -83,7 +83,7 @@ def draw_tokens(results: dict[str, Any], labels: dict[str, str], styles: dict[st
 
 
 def layers(results: dict[str, Any]) -> Iterator[str]:
-    """Of all layers an SVG: a bar for each variant, with its range."""
+    """Yields one SVG of all layers, if there are any: a bar for each variant, with its range."""
     of_tokens = [result for result in results["cases"] if "tokens" in result["case"]]
     rows = _grouped(of_tokens, lambda case: case_name(case).replace(", ", "\n", 1))
     if not rows:
@@ -126,7 +126,7 @@ def _curve(
     label: str | None = None,
     style: dict[str, Any] | None = None,
 ) -> None:
-    """Medians of one variant, with the range as a band; refused results are left out."""
+    """Draws the medians of one variant, with the range as a band; leaves refused results out."""
     good = [result for result in results if result["variant"] == name and result["microseconds"]]
     if not good:
         return
@@ -154,7 +154,7 @@ class _Plain(LogFormatter):
 
 
 def _finish(axes: Any, places: Sequence[int], name: Callable[[int], str]) -> None:
-    """Both axes are logarithmic: x has a tick and its name at each of ``places``, y plain numbers."""
+    """Makes both axes logarithmic: x has a named tick at each of ``places``, y has plain numbers."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(places)
@@ -175,7 +175,7 @@ def _save(figure: Any, title: str, path: Path) -> None:
 
 
 def _svg(figure: Any, prefix: str) -> str:
-    """The element alone. Its names get a prefix: those of one picture must not be another's."""
+    """The <svg> element alone. Its ids get a prefix, since all pictures of a page share one space of ids."""
     with io.StringIO() as file:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         text = file.getvalue()

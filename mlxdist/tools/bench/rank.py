@@ -1,4 +1,4 @@
-"""What every rank of a benchmark runs: it makes the `BenchmarkWorkload` of the benchmark, and hands back its results.
+"""The program of every rank of a benchmark: makes the `BenchmarkWorkload` of the benchmark, and hands back its results.
 
     python -m mlxdist.tools.bench.rank package.module:Class JOB
 
