@@ -88,7 +88,7 @@ def load(path: Path) -> Results:
     """The results in a file.
 
     Raises:
-        click.ClickException: it cannot be read, or has something else in it.
+        click.ClickException: the file cannot be read, or has something else in it.
     """
     try:
         found = parse_json(read_bounded(path, _MAX_BYTES))
@@ -131,7 +131,7 @@ _FILE = {
 
 
 def _check(found: Any) -> None:
-    """Raises ValueError for what the commands that read results would stumble over."""
+    """Raises ValueError if something is wrong that would make a command that reads results fail later."""
     if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
         raise ValueError('there is no "benchmark" in it')
     if found.get("schema") != SCHEMA:
@@ -151,12 +151,12 @@ def _check(found: Any) -> None:
 
 
 def key(result: Result) -> tuple:
-    """What makes two results those of the same case by the same variant."""
+    """A key that two results share if they are of the same case by the same variant."""
     return *sorted(result["case"].items()), result["variant"]
 
 
 def case_name(case: dict[str, Any]) -> str:
-    """What was measured, in words: "all_reduce float32, 4 KiB"."""
+    """The case in words: "all_reduce float32, 4 KiB"."""
     words = [value for value in case.values() if isinstance(value, str)]
     return ", ".join([" ".join(words), *(_numbered(*item) for item in case.items() if not isinstance(item[1], str))])
 
@@ -168,12 +168,12 @@ def _numbered(name: str, value: int) -> str:
 
 
 def variants_of(results: Results) -> list[str]:
-    """Those that have been measured, in their order."""
+    """The names of the variants in the results, in order of appearance."""
     return list(dict.fromkeys(result["variant"] for result in results["cases"]))
 
 
 def by_case(results: Results) -> list[dict[str, Result]]:
-    """Of each case the results by variant."""
+    """A dict for each case: its results by variant."""
     found: dict[tuple, dict[str, Result]] = {}
     for result in results["cases"]:
         found.setdefault(key(result)[:-1], {})[result["variant"]] = result
@@ -181,18 +181,18 @@ def by_case(results: Results) -> list[dict[str, Result]]:
 
 
 def find(results: Results, **fields: Any) -> dict[str, Result]:
-    """By variant, the results of the first case with these fields; empty without one."""
+    """The results, by variant, of the first case with these fields; empty if there is no such case."""
     rows = (row for row in by_case(results) if fields.items() <= next(iter(row.values()))["case"].items())
     return next(rows, {})
 
 
 def failed(results: Results) -> bool:
-    """Whether a result is none, or there is none at all."""
+    """Whether a result is refused, or there are no results at all."""
     return any(result["refused"] for result in results["cases"]) or not results["cases"]
 
 
 def times_of(result: Result | None, other: Result | None) -> float | None:
-    """How many times as long as the other it takes, if both have times."""
+    """How many times as long as ``other`` the case took in ``result``, if both have times."""
     if not result or not other or not result["microseconds"] or not other["microseconds"]:
         return None
     return result["microseconds"]["median"] / other["microseconds"]["median"]
@@ -206,7 +206,7 @@ def results_console() -> Console:
 
 
 def spread(times: dict[str, float] | None) -> str:
-    """Median and range."""
+    """The median and the range, as text."""
     if not times:
         return "refused"
     digits = 2 if times["median"] < 10 else 1 if times["median"] < 1000 else 0
@@ -217,7 +217,7 @@ def spread(times: dict[str, float] | None) -> str:
 def table_of(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, **style: Any
 ) -> Table:
-    """The first ``left`` columns hold words, the others numbers."""
+    """Returns a table whose first ``left`` columns hold words, and the others numbers."""
     table = Table(title=escape(title), **style)
     for place, column in enumerate(columns):
         # A narrow terminal loses no digit.
@@ -233,10 +233,11 @@ class Comparison:
     """Prints `comparison` as a table, without ranges in a narrow terminal.
 
     Attributes:
-        title: what it says of results.
-        ours, others: as of `comparison`.
-        columns: more of them: what each has for a row, the results of a case by variant; None for all: it is left out.
-        apart: each case, whose variants differ, has a table of its own, and its first variant is ours.
+        title: a function that makes the table's title from the results.
+        ours, others: arguments of `comparison`.
+        columns: further columns: for each, a function from a row (the results of a case by variant) to the cell. A
+            column of None alone is left out.
+        apart: whether each case has a table of its own, with its first variant as ours: for cases of other variants.
     """
 
     title: Callable[[Results], str]
@@ -265,7 +266,7 @@ class Comparison:
 
 
 def peak_columns(variants: Sequence[str]) -> dict[str, Callable[[Row], str]]:
-    """Columns of a `Comparison`: the "peak" of each, in MiB."""
+    """Columns for a `Comparison`: the "peak" of each variant, in MiB."""
 
     def column(name: str) -> Callable[[Row], str]:
         return lambda row: f"{row[name]['peak'] / (1 << 20):.1f}" if name in row else "-"
@@ -315,7 +316,7 @@ def print_results(results: Results, show: Show, console: Console) -> None:
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader of the tables has to know besides them."""
+    """The lines below the tables: how the numbers were measured, and which of them are absent or refused."""
     setup = results["setup"]
     lines = []
     if "iterations" in setup:
@@ -349,16 +350,16 @@ def hosts_of(results: Results) -> str:
 
 
 def foreign_load(measured: dict[str, Any]) -> str | None:
-    """What disturbed a measurement too much for its numbers, in words; None also where the system does not say."""
+    """The load that disturbed a measurement too much, in words. None if it was quiet, or the load is not known."""
     foreign = measured["foreign_cpu_share"]
     return f"other processes used {foreign:.0%} of the CPU meanwhile" if foreign and foreign > QUIET else None
 
 
 @dataclass(frozen=True)
 class Target:
-    """``measured`` must be at least, or at most, ``bound``; None where it was not measured.
+    """A target: ``measured`` must be at least, or at most, ``bound``. None: it was not measured.
 
-    ``ends``: least and most that was measured.
+    ``ends``: the least and the greatest measured value.
     """
 
     case: str
@@ -370,7 +371,7 @@ class Target:
 
     @classmethod
     def of(cls, case: str, wanted: str, times: dict[str, float] | None, one: float | None, bound: float) -> Target:
-        """``times`` as multiples of ``one``; None: not measured."""
+        """Returns a target for ``times`` as multiples of ``one``; None: not measured."""
         if not times or one is None:
             return cls(case, wanted, None, bound)
         median, *ends = (times[name] / one for name in ("median", "min", "max"))
@@ -378,20 +379,20 @@ class Target:
 
     @classmethod
     def slower(cls, case: str, row: dict[str, Result], ours: str, others: Sequence[str], bound: float) -> Target:
-        """The fastest of the others takes at least ``bound`` times as long as ours."""
+        """Returns the target that the fastest of the others takes at least ``bound`` times as long as ours."""
         times = {name: result["microseconds"] for name, result in row.items() if result["microseconds"]}
         theirs = min((times[name] for name in others if name in times), key=lambda t: t["median"], default=None)
         one = times[ours]["median"] if ours in times else None
         return replace(cls.of(case, f"{others[0]} takes {bound:g}x or more", theirs, one, bound), at_least=True)
 
     def shown(self) -> str:
-        """What was measured, as "1.20 [1.05..1.61]"."""
+        """The measured value with its range, as "1.20 [1.05..1.61]"; empty if it was not measured."""
         if self.measured is None:
             return ""
         return f"{self.measured:.3g}" + (f" [{self.ends[0]:.3g}..{self.ends[1]:.3g}]" if self.ends else "")
 
     def judged(self) -> dict[str, Any]:
-        """With "met": None where it was not measured."""
+        """The target as a dict, with "met": whether it is met, or None if it was not measured."""
         met = None
         if self.measured is not None:
             met = self.measured >= self.bound if self.at_least else self.measured <= self.bound
@@ -399,7 +400,7 @@ class Target:
 
 
 def print_targets(targets: Sequence[dict[str, Any]], console: Console) -> None:
-    """``targets``: what `Target.judged` returns."""
+    """Prints a table of ``targets``, the dicts that `Target.judged` returns."""
     if targets:
         words = {None: "not measured", True: "met", False: "NOT MET"}
         made = [Target(**{name: value for name, value in each.items() if name != "met"}) for each in targets]

@@ -55,11 +55,11 @@ LAYERS = {"with_limits": True, "variables": ONE_THREAD}  # parameters of `Runner
 
 @dataclass(frozen=True)
 class Runner:
-    """What the user has chosen for a benchmark by the options that all have.
+    """The user's choices for a benchmark, by the options that all benchmarks share.
 
     Attributes:
         target: the class that the ranks measure with, "package.module:Class" or "/path/of/script.py:Class".
-        parameters: of `run`, besides those of a call.
+        parameters: parameters of every `run`, besides those of a call.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Runner:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, cases: Sequence[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
-        """The results of all cases; arguments and errors as of `job`."""
+        """Measures all cases, and returns the results. Arguments and errors are those of `job`."""
         begin, setup = time.monotonic(), describe_command()
         parameters = {**self.parameters, **parameters}
         jobs = [self.job(cases, **parameters)]
@@ -89,15 +89,15 @@ class Runner:
 
         Args:
             cases: what the ranks measure, one after the other.
-            backends: of MLX; where "mpi" is among them, mpirun starts the ranks, without which it does not work.
-            variables: set for the ranks, besides this process's own.
-            parameters: what the class is made with, besides those that all have.
+            backends: MLX's backends; with "mpi" among them, mpirun starts the ranks, since Open MPI needs it.
+            variables: environment variables for the ranks, besides this process's own.
+            parameters: parameters for the workload, besides those that all benchmarks have.
 
         Returns:
-            {"rows": of each case a list of results, and what `mlxdist.tools.bench.rank` says of the run}
+            {"rows": a list of results for each case}, with the summary of the run by `mlxdist.tools.bench.rank`.
 
         Raises:
-            click.ClickException: a rank failed; its own output has said why. Or nothing came for a long time.
+            click.ClickException: a rank failed, and its output says why; or there was no output for a long time.
         """
         common = {"repeats": self.repeats, "pinned": self.pinned, "backends": list(backends)}
         under_mpirun = "mpi" in backends
@@ -143,7 +143,7 @@ class Runner:
     def results(
         self, jobs: Sequence[dict[str, Any]], cases: Sequence[dict[str, Any]], setup: dict[str, Any]
     ) -> dict[str, Any]:
-        """Of one or several jobs with the same cases, in the order of those."""
+        """Joins the results of one or several jobs with the same cases, in the order of the cases."""
         loads = [job["foreign_cpu_share"] for job in jobs if job["foreign_cpu_share"] is not None]
         setup = {name: value for name, value in jobs[0].items() if name not in ("rows", "absent")} | setup
         setup |= {"repeats": self.repeats, "hosts": _hosts(self.selection, self.ranks), "cases": list(cases)}
@@ -176,7 +176,7 @@ def has_mpirun() -> bool:
 
 
 def without_missing_mpi(backends: Sequence[str]) -> list[str]:
-    """The backends, without "mpi" where there is no mpirun, which is said."""
+    """Returns the backends. Leaves "mpi" out, with a message, where there is no mpirun."""
     if "mpi" in backends and not has_mpirun():
         click.echo("mpi is left out: there is no mpirun on the path (Debian: apt install openmpi-bin)", err=True)
         return [name for name in backends if name != "mpi"]
@@ -198,10 +198,10 @@ def _hosts(selection: HostSelection, ranks: int) -> list[dict[str, Any]]:
 
 
 def with_ranks(selection: HostSelection, each: int | None, most: int = MAX_RANKS) -> tuple[HostSelection, int]:
-    """The hosts with their ranks, and how many those are, from what -n says.
+    """The hosts with their ranks, and the number of ranks, by the option -n.
 
     Raises:
-        click.UsageError: that is no number of ranks to benchmark.
+        click.UsageError: a benchmark cannot run with this number of ranks.
     """
     selection = selection.with_ranks(each)
     ranks = selection.hostfile.ranks if selection.hostfile is not None else each or 2

@@ -47,7 +47,7 @@ _CLOSE_FLOAT32, _CLOSE = 1e-4, 0.25
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and when they arrive, in seconds; ``questions`` are those of `Alone`."""
+    """Requests and the seconds at which they arrive; ``questions`` are cases of `Alone`."""
 
     case: dict[str, Any]
     times: list[float]
@@ -92,7 +92,8 @@ class Alone(BenchmarkWorkload):
         return {"prompt": prompt, "answer": answer, "certain": len(answer) if certain is None else certain}
 
     def _prompt(self, question: dict[str, Any]) -> str:
-        """Random letters, so no prefix of another prompt; as many tokens but for what decoding joins."""
+        """A prompt of random letters, so that no prompt is a prefix of another. When the server encodes the text again,
+        a few tokens may join, and it has fewer than the question says."""
         generator = random.Random(question["name"])
         letters = "".join(generator.choices(string.ascii_lowercase, k=8 * question["prompt_tokens"]))
         tokens = self.tokenizer.encode(letters, add_special_tokens=False)
@@ -135,7 +136,7 @@ def _where(runner: Runner) -> Iterator[list[str]]:
 
 
 def _reference(runner: Runner, model: str, loads: Sequence[Load]) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """What the ranks say of the run, and of each load the answers of one process."""
+    """Returns the ranks' summary of the run, and for each load the answers that one process gives."""
     questions = [question for load in loads for question in load.questions]
     shared = [{"questions": questions[at : at + runner.ranks]} for at in range(0, len(questions), runner.ranks)]
     job = runner.job(shared, variables=ONE_THREAD, model=model)
@@ -144,7 +145,7 @@ def _reference(runner: Runner, model: str, loads: Sequence[Load]) -> tuple[dict[
 
 
 class _Seen:
-    """What clients have seen of a server under a load, in all rounds."""
+    """The observations of a server's clients under a load, in all rounds."""
 
     def __init__(self, load: Load, expected: list[dict[str, Any]]) -> None:
         self.load, self.expected = load, expected
@@ -154,7 +155,7 @@ class _Seen:
         self.accepted: float | None = None  # of drafts
 
     def take(self, port: int) -> None:
-        """A round. Errors as of `ask_all`."""
+        """Measures one round. Errors are those of `ask_all`."""
         bodies = [
             {"prompt": expected["prompt"], "max_tokens": question["answer_tokens"]}
             for question, expected in zip(self.load.questions, self.expected)
@@ -191,7 +192,7 @@ def _is_right(text: str, expected: dict[str, Any]) -> bool:
 def _measure(
     runner: Runner, job: Job, servers: Sequence[str], loads: Sequence[Load], expected: list[Any], log: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The results of all servers, and of those that have failed the reasons.
+    """Returns the results of all servers, and the reasons for those that have failed.
 
     Raises:
         click.ClickException: `mlxdist serve` has failed.

@@ -1,4 +1,4 @@
-"""The clients of `mlxdist bench serve`: when they ask what, and what they see."""
+"""The clients of `mlxdist bench serve`: when requests arrive, how long they are, and how answers are timed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _HEAD_START = 0.1  # seconds for the threads to start
 
 @dataclass
 class Answer:
-    """What a client got.
+    """An answer as a client received it.
 
     Attributes:
-        text: of all events.
-        tokens: as the server counts them.
+        text: the text of all events together.
+        tokens: the number of tokens, as the server counts them.
         first: seconds from when the request should have been sent to the first event with text, or else to the end.
-        gaps: seconds between one such event and the next.
-        end: of the last one, in seconds of time.perf_counter.
+        gaps: seconds between one event with text and the next.
+        end: the time of the last event with text, in seconds of time.perf_counter.
     """
 
     text: str = ""
@@ -75,7 +75,7 @@ def ask_all(port: int, bodies: Sequence[dict[str, Any]], times: Sequence[float])
 
 
 def ask(port: int, body: dict[str, Any], when: float) -> Answer:
-    """The answer to a request that is sent at ``when``. Errors as of `ask_all`; ConnectionError: it is not ready."""
+    """Sends a request at ``when``, and returns its answer. Errors as of `ask_all`; ConnectionError: not ready yet."""
     time.sleep(max(0.0, when - time.perf_counter()))
     answer, last, done = Answer(), when, 0.0
     with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=SILENCE)) as connection:

@@ -36,14 +36,14 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class Job:
-    """How servers are started.
+    """The settings with which servers are started.
 
     Attributes:
         model, draft_model: directories, on every host.
         where: the launcher's options for hosts and ranks.
-        python: that of other hosts, or empty for this one.
+        python: the Python of other hosts, or empty for this one.
         pinned: whether each rank has a core of its own.
-        variables: set for the ranks.
+        variables: environment variables for the ranks.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Job:
     variables: Mapping[str, str]
 
     def command(self, name: str, port: int) -> tuple[list[str], dict[str, str]]:
-        """Of the launcher, with its environment."""
+        """Returns the launcher's command for a server, and its environment."""
         is_ours = name in (OURS, SPLIT, DRAFTS)
         module = "mlxdist" if is_ours else "mlx_lm"
         words = ["serve", self.model] if is_ours else ["server", "--model", self.model]
@@ -82,10 +82,10 @@ def accepted_drafts(port: int) -> float:
 
 @contextlib.contextmanager
 def running(job: Job, name: str, log: Path) -> Iterator[int]:
-    """The port of a server that has answered a request.
+    """Runs a server inside the context, and yields its port once it has answered a request.
 
     Raises:
-        ResourceError: it does not come to that; or, in place of errors within, it has ended.
+        ResourceError: the server does not become ready, or a request inside the context fails.
     """
     (port,) = free_ports(1)
     command, environment = job.command(name, port)

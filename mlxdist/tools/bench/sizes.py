@@ -1,4 +1,4 @@
-"""What benchmarks take on the command line: sizes in bytes, as 64KiB, 16MiB, 100, and lists of names and numbers."""
+"""Types of options of benchmarks: sizes in bytes, as 64KiB, 16MiB or 100, and lists of names and numbers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _IN_PARTS = ("all_gather", "all_to_all", "reduce_scatter", "sum_scatter")
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes, or of KiB, MiB, GiB.
+    """Parses a number of bytes, or of KiB, MiB, GiB.
 
     Raises:
-        ValueError: it is none, or not from 1 byte to 8 GiB.
+        ValueError: the text is no size, or not from 1 byte to 8 GiB.
     """
     match = re.fullmatch(r"([0-9]{1,10}) ?([KMG]iB)?", text.strip(), re.IGNORECASE | re.ASCII)
     size = int(match[1]) * UNITS[(match[2] or "").upper()] if match else 0
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
 
 
 def size_range(smallest: int, largest: int) -> list[int]:
-    """From the smallest on, each four times the one before, as far as the largest."""
+    """Sizes from the smallest up to the largest, each four times the one before."""
     sizes = [smallest]
     while sizes[-1] * 4 <= largest:
         sizes.append(sizes[-1] * 4)
@@ -50,13 +50,13 @@ def size_range(smallest: int, largest: int) -> list[int]:
 
 
 def unit_of(operation: str, dtype: str, ranks: int) -> int:
-    """What the size of an operation is a multiple of, in bytes: an element, or one of each rank's part."""
+    """The bytes that an operation's size must be a multiple of: one element, or one element for each rank's part."""
     itemsize = int(re.sub("[^0-9]", "", dtype) or 8) // 8  # the bits are in the name, but for bool
     return itemsize * (ranks if operation in _IN_PARTS else 1)
 
 
 def sized_cases(kinds: Iterable[tuple[str, str]], sizes: Sequence[int], ranks: int) -> list[dict[str, Any]]:
-    """Cases of each operation and dtype with each size, rounded down to what has a part for each rank."""
+    """Cases of each operation and dtype with each size, rounded down so that each rank has an equal part."""
     return [
         {"operation": operation, "dtype": dtype, "bytes": size // unit * unit}
         for operation, dtype in kinds
@@ -80,7 +80,7 @@ def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: i
 
 
 def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> None:
-    """The same for the sizes of `size_range`, which are rounded down: nothing would be left of the smallest."""
+    """Raises click.BadParameter: rounding the smallest size of a `size_range` down to a whole unit would leave 0."""
     for operation, dtype in cases:
         if smallest < (unit := unit_of(operation, dtype, ranks)):
             problem = f"{tables.size(smallest)} is too little for {operation} of {dtype} on {ranks} ranks"
@@ -88,7 +88,7 @@ def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> 
 
 
 class Parsed(click.ParamType):
-    """What a function makes of the words on the command line; it raises ValueError for others."""
+    """A type of options whose values a function parses; the function raises ValueError for wrong ones."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -105,7 +105,7 @@ SIZES = Parsed("sizes", lambda text: sorted({parse_size(part) for part in text.s
 
 
 def names_of(known: Sequence[str]) -> Parsed:
-    """Names separated by commas, each of them known; "all" is all of them."""
+    """A type of options: known names separated by commas; "all" means all of them."""
 
     def parse(text: str) -> list[str]:
         names = list(known) if text == "all" else list(dict.fromkeys(text.split(",")))
@@ -118,7 +118,7 @@ def names_of(known: Sequence[str]) -> Parsed:
 
 
 def multiples_of(unit: int) -> Parsed:
-    """Whole numbers from ``unit`` to 65536 separated by commas, each a multiple of ``unit``."""
+    """A type of options: multiples of ``unit`` up to 65536, separated by commas."""
 
     def parse(text: str) -> list[int]:
         for part in text.split(","):

@@ -78,7 +78,7 @@ class Suite(BenchmarkWorkload):
         }
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """A result for each backend that has the operation, and why others do not."""
+        """Returns a result for each backend that has the operation, and the reasons why others do not have it."""
         operation, tokens = case["operation"], case.get("tokens", 0)
         try:
             if "bytes" in case:
@@ -130,7 +130,7 @@ def _absent(case: dict[str, Any], why: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _device(wanted: str, world: mlxdist.Group) -> str:
-    """Where layers compute: on the GPU if every rank has one."""
+    """The device that layers compute on: the GPU if every rank has one."""
     everywhere = all(exchange(mx.is_available(mx.gpu), world))
     if wanted == "gpu" and not everywhere:
         raise RuntimeError("--device gpu: not every rank has a GPU that its MLX can use")
@@ -138,7 +138,7 @@ def _device(wanted: str, world: mlxdist.Group) -> str:
 
 
 def _made(names: list[str], make: Callable[[str], Any], world: mlxdist.Group) -> tuple[dict[str, Any], dict[str, str]]:
-    """What ``make`` gives for each backend, and why there is nothing for the others: on all ranks the same."""
+    """The results of ``make`` by backend, and the reasons why other backends have none: the same on all ranks."""
     made, absent = {}, {}
     for name in names:
         problem = None
@@ -162,12 +162,12 @@ class Absent(Exception):
 
 
 class Way:
-    """One case by one backend.
+    """A case by one backend.
 
     Args:
-        start: makes the graph: the result, and what else has to be evaluated, which is not timed. Nothing, on a rank
-            that takes no part.
-        check: the wrong elements of a result.
+        start: builds the graph. Returns the result, then further arrays to evaluate, which are not timed; nothing on a
+            rank that takes no part.
+        check: counts the wrong elements of a result.
     """
 
     def __init__(self, start: Callable[[], Sequence[mx.array]], check: Callable[[mx.array], int]) -> None:
@@ -176,14 +176,14 @@ class Way:
         self.wrong = 0
 
     def call(self) -> None:
-        """What is timed: until the result is there."""
+        """Runs the timed part: builds the graph, and waits for the result."""
         self._outputs = self._start()
         if len(self._outputs) > 1:
             mx.async_eval(self._outputs[1:])
         mx.eval(self._outputs[:1])
 
     def after(self) -> None:
-        """What is not timed: until all is done and checked."""
+        """Runs the part that is not timed: waits for the other arrays, and checks the result."""
         mx.eval(self._outputs)
         if self._outputs:
             self.wrong += self._check(self._outputs[0])
@@ -194,12 +194,12 @@ class Way:
 
 
 def exactly(expected: np.ndarray, result: mx.array) -> int:
-    """Elements that are not bit for bit what they must be."""
+    """Counts the elements that differ in any bit from the expected ones."""
     return count_wrong(from_mlx(result), expected)
 
 
 def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
-    """``group``: of the backend; not used for mlxdist.
+    """Returns the way to run a collective by a backend. ``group``: the backend's group; not used for mlxdist.
 
     Raises:
         Absent: MLX has no such operation.
@@ -218,10 +218,10 @@ def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str,
 
 
 def sendrecv(data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
-    """Messages of neighbours, 0 with 1, 2 with 3 and so on, both directions at once.
+    """Returns the way to exchange messages between ranks 0 and 1, 2 and 3 and so on, both directions at once.
 
     Raises:
-        Absent: the backend cannot do that.
+        Absent: the backend cannot send and receive at the same time.
     """
     partner = world.rank() ^ 1
     if backend != OURS and backend not in BOTH_WAYS:
@@ -254,7 +254,7 @@ class Layer:
     """A case by all backends that have it.
 
     Attributes:
-        read: of weights or rows, what the busiest rank must have read at least.
+        read: the least bytes of weights or rows that the busiest rank must read.
     """
 
     ways: dict[str, Way]

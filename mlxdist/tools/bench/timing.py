@@ -1,4 +1,4 @@
-"""How the ranks of a benchmark take times: blocks of several works in turn, and of the machine's own limits."""
+"""Timing on the ranks of a benchmark: blocks of several works in turn, and the limits of the machine itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def pin(rank: int) -> bool:
 
 
 def asleep(calls: int) -> list[float]:
-    """For `Work.elsewhere`, on ranks without a part in what is timed."""
+    """Returns times of 0: a value of `Work.elsewhere` for ranks that take no part in the timed work."""
     return [0.0] * calls
 
 
@@ -123,12 +123,12 @@ def _calls(work: Work, world: mlxdist.Group) -> int:
 
 
 def slowest(samples: np.ndarray, world: mlxdist.Group) -> np.ndarray:
-    """Each sample as the slowest rank saw it: one that only sends may end long before those that receive."""
+    """Each sample as the slowest rank saw it: a rank that only sends may end long before those that receive."""
     return mlxdist.all_max(np.ascontiguousarray(samples, np.float64), group=world)
 
 
 def quantiles(samples: np.ndarray) -> dict[str, float]:
-    """Of all samples; and how many those are, as "count"."""
+    """The quantiles of all samples, and the number of samples as "count"."""
     percents = {"median": 50, "p10": 10, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
     found = np.percentile(samples, list(percents.values())).tolist()
     return dict(zip(percents, found)) | {"count": samples.size}
@@ -202,7 +202,7 @@ def exchange(value: Any, world: mlxdist.Group) -> list[Any]:
 class ForeignLoad:
     """The share of a machine that processes other than the ranks used meanwhile: it disturbs more than all else.
 
-    Children of a rank belong to it, once they have ended. Of several hosts, the one that was disturbed most counts.
+    The children of a rank count as the rank's once they have ended. Among several hosts, the most disturbed one counts.
     Without a ``world`` this process is the only rank.
     """
 
@@ -212,7 +212,7 @@ class ForeignLoad:
         self._begin = self._read()
 
     def _read(self) -> np.ndarray:
-        """Seconds of CPU: of this machine, idle or busy; of it busy; of all ranks on it. Zeros where not known."""
+        """Seconds of this machine's CPU: in all, idle or busy; busy; and used by ranks. Zeros where not known."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own = sum(usage.ru_utime + usage.ru_stime for usage in used)
         everyone = np.array([[self._machine, own]])
@@ -228,7 +228,7 @@ class ForeignLoad:
         return np.array([*seconds, ranks])
 
     def share(self) -> float | None:
-        """0 to 1; None where no system tells. Collective."""
+        """Returns the share since construction, 0 to 1; None where no system counts CPU time. Collective."""
         total, busy, ranks = self._read() - self._begin
         share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
         if self._world is not None:

@@ -1,4 +1,4 @@
-"""`mlxdist bench tp`: a decoder layer on two ranks, as a SplitBlock and in the ways it competes with."""
+"""`mlxdist bench tp`: a decoder layer on two ranks, as a SplitBlock and by the methods that it competes with."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Layers(BenchmarkWorkload):
 
 
 class Timed:
-    """Calls of one variant: how long, what came out, how often a graph was handed over, how long inside the engine."""
+    """Calls of one variant: their times, their results, how many graphs were submitted, and the time in the engine."""
 
     def __init__(self, call: Callable[[], mx.array | None], world: mlxdist.Group) -> None:
         from mlxdist.nn.split_block.submissions import submissions
@@ -146,14 +146,16 @@ class Timed:
         self.results[1:] = [self.call()]
 
     def wrong(self) -> int:
-        """Elements of the first and the last result that are not as the dense layer's."""
+        """Counts the elements of the first and the last result that differ from the dense layer's."""
         return sum(self.check(result) for result in self.results if result is not None)
 
 
 def _engine(variant: Timed, repeats: int, world: mlxdist.Group) -> dict[str, float]:
-    """Microseconds per call inside mlxdist's operations: of the rank that was there longer, and of the other.
+    """Microseconds per call inside mlxdist's operations: "longest" on the rank that spent longer there, "median" on the
+    other rank.
 
-    The shorter one is what the operations cost; the rest of the longer one waits for a rank that computes longer.
+    The shorter time is the cost of the operations; in the rest of the longer one a rank waits for the other, which
+    still computes.
     """
     blocks = np.array(variant.engine[-repeats:])
     least = mlxdist.all_min(blocks, group=world)
@@ -199,9 +201,10 @@ def targets(results: Results, families: list[str]) -> list[Target]:
 
 
 def communication(result: Result) -> float | None:
-    """The share of a layer's time that its all_sum take, of the rank that came to them last and did not wait.
+    """The share of a layer's time that its all_sum take, on the rank that reached them last and did not wait.
 
-    For "split" and "lazy"; the difference to the same layer without sums (``... compute``) holds the waiting, too.
+    It is shown for variants that also run without sums (``... compute``). The difference to those holds the time that a
+    rank waits for the other, too, so it is no measure of communication.
     """
     times = result["microseconds"]
     return result["engine"]["median"] / times["median"] if times else None

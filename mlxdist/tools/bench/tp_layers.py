@@ -22,7 +22,7 @@ Call = Callable[[], mx.array | None]
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Of the weights that are read once per call."""
+    """The bytes of a layer's weights, which are read once per call."""
     return nn.utils.tree_reduce(lambda total, x: total + x.nbytes, layer.parameters(), 0)
 
 
@@ -48,7 +48,7 @@ class Inputs:
         return cls(x, k, v, cached)
 
     def part(self, rank: int, ranks: int) -> Inputs:
-        """With the KV heads that this rank holds."""
+        """Returns the inputs with only the KV heads that this rank holds."""
         keys, values = (mx.contiguous(mx.split(x, ranks, 1)[rank]) for x in (self.keys, self.values))
         mx.eval(keys, values)
         return Inputs(self.x, keys, values, self.cached)
@@ -58,7 +58,7 @@ class Inputs:
         return "causal" if self.x.shape[1] > 1 else None
 
     def new_cache(self) -> KVCache:
-        """Of its own: MLX writes new keys into it."""
+        """Returns a cache with its own copy of the keys and values, since MLX writes new ones into it."""
         cache = KVCache()
         if self.cached:
             cache.state = (mx.array(self.keys), mx.array(self.values), self.cached)
@@ -84,8 +84,8 @@ class Layer:
 
 
 def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
-    """A layer of mlx-lm as one compiled function. Its position is a constant of the graph, which flatters it: in a
-    model it would be traced again for every token."""
+    """A layer of mlx-lm as one compiled function. Its position is a constant of the graph, so its time is better than
+    in a model, where it would be traced again for every token."""
 
     def pure(x: mx.array, keys: mx.array | None, values: mx.array | None) -> tuple[Any, ...]:
         cache = KVCache()
@@ -114,7 +114,7 @@ def full_graph(block: SplitBlock) -> Callable[..., mx.array]:
 
 
 def _updated(function: Callable[..., Any], cache: KVCache, *arguments: Any) -> mx.array:
-    """The result; the cache gets the new keys and values, and no longer holds the old ones meanwhile."""
+    """Returns the result, and puts the new keys and values into the cache, which drops the old ones before the call."""
     cache.keys = cache.values = None
     y, cache.keys, cache.values = function(*arguments)
     return y
@@ -169,9 +169,10 @@ def regrouped(module: nn.Module, group: mx.distributed.Group | None) -> nn.Modul
 def variants(
     model: nn.Module, tokens: int, cached: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]
 ) -> tuple[dict[str, Call], mx.array, int]:
-    """By name what to call, what each must give, and the bytes of this rank's weights.
+    """Returns the calls by name, the result that they must give, and the bytes of this rank's weights.
 
-    What begins with "tp1" does nothing but on rank 0; what ends in "compute" gives something else, its sums left out.
+    A call whose name begins with "tp1" does nothing except on rank 0. One whose name ends in "compute" leaves its sums
+    out, so it gives another result.
     """
     dense = model.model.layers[0]
     inputs = Inputs.random(dense, tokens, cached)

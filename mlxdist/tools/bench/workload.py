@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark run: a `BenchmarkWorkload`, and what it says of each case."""
+"""`BenchmarkWorkload`, the base of the classes that the ranks of a benchmark measure with, and its helpers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BenchmarkWorkload:
 
     Attributes:
         blocks: arguments of `timing.interleave`, besides the repeats that the user has chosen.
-        summary: part of what is said of the run.
+        summary: entries that go into the summary of the run.
     """
 
     blocks: Mapping[str, int] = {}
@@ -40,7 +40,7 @@ class BenchmarkWorkload:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Comes after the last case."""
+        """Runs after the last case."""
 
     def time(
         self,
@@ -57,8 +57,8 @@ class BenchmarkWorkload:
         Args:
             moved: bytes that move between the ranks; both limits of the machine for as many are taken in turn.
             copied: bytes of which only a copy is taken, for works that compute; see `Work.copies`.
-            means: of blocks, where what one call sends ahead shows in the next.
-            more: what else the results of a variant have.
+            means: whether a block counts as one sample, its mean: for calls that leave work behind for the next one.
+            more: further entries for the results, by variant.
         """
         world = self.world
         limits = limit_works(moved, world) if moved else {"memcpy": copy_work(copied)} if copied else {}
@@ -81,12 +81,12 @@ class BenchmarkWorkload:
 
 
 def evaluated(call: Callable[[], Any]) -> Callable[[], None]:
-    """Evaluates what the call returns."""
+    """Returns a function that makes the call, and evaluates its result."""
     return lambda: mx.eval(call())
 
 
 def peak_memory(world: mlxdist.Group, call: Callable[[], Any]) -> int:
-    """Bytes that a call needs beyond what is held before, on the rank that needs most."""
+    """Bytes that a call needs beyond those in use before it, on the rank that needs most. Collective."""
     mx.clear_cache()
     world.barrier()
     held = mx.get_active_memory()
@@ -96,5 +96,5 @@ def peak_memory(world: mlxdist.Group, call: Callable[[], Any]) -> int:
 
 
 def total(number: int, world: mlxdist.Group) -> int:
-    """Of all ranks."""
+    """The sum of all ranks' numbers. Collective."""
     return int(mlxdist.all_sum(np.array([number], np.int64), group=world)[0])
