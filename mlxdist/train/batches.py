@@ -144,12 +144,12 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """That of the next row, from 0."""
+        """The epoch of the next row, from 0."""
         return self.position // len(self._rows)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: where the next step begins, and in which order. The same on all ranks."""
+        """The state for a checkpoint: where the next step begins, and in which order. The same on all ranks."""
         return {"step": self.step, "position": self.position, "seed": self._seed, **self._order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Batches:
             self._parts(size)
 
     def _parts(self, size: int) -> list[int]:
-        """Of a batch, the rows of each rank."""
+        """How many rows of a batch each rank gets."""
         return split_sizes("Batches", size, self._ranks.size(), self._rank_shares, multiple=self._micro_batches)
 
     def _row_at(self, position: int) -> int:
@@ -207,7 +207,7 @@ class Batches:
 
 @lru_cache(maxsize=4)  # two epochs of two datasets
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Of range(count). Unlike NumPy's own, that of its raw bits is the same in all of its versions (NEP 19)."""
+    """A permutation of range(count) by NumPy's raw bits: these, unlike its permutations, never change (NEP 19)."""
     return np.argsort(np.random.PCG64(mix("epoch", seed, epoch)).random_raw(count), kind="stable")
 
 

@@ -91,7 +91,7 @@ def _check(flat: Sequence[tuple[str, Any]], known: Mapping[str, Cut] | None) -> 
 
 
 def _square(gradient: mx.array, cut: Cut | None) -> mx.array:
-    """The sum of the squares of what this rank counts."""
+    """The sum of the squares of the elements that this rank counts."""
     squares = gradient.astype(mx.float32).square()
     if cut is not None and (counted := cut.counted()) is not None:
         squares = mx.where(mx.array(counted), squares, 0.0)

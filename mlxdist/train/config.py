@@ -81,7 +81,7 @@ class _Settings:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any]:
-    """Of an optimizer or a schedule of MLX: they check these themselves."""
+    """Checks that a value is a table. MLX's optimizers and schedules check the arguments in it themselves."""
     if type(value) is not dict:
         raise ValueError(f"{name} is {value!r:.50}, not a table")
     return value
@@ -174,8 +174,8 @@ _TABLES: dict[str, type[_Settings]] = {
 class TrainConfig(_Settings):
     """The configuration of a training. Made by `TrainConfig.read`, `TrainConfig.from_mapping`, or of its fields.
 
-    Those that mlx-lm has mean what they mean there: ``batch_size`` is of all ranks together, an iteration is one such
-    batch, and ``grad_accumulation_steps`` of them are one step of the optimizer.
+    Fields that mlx-lm has, too, mean the same as there: ``batch_size`` is of all ranks together, an iteration is one
+    such batch, and ``grad_accumulation_steps`` iterations are one step of the optimizer.
     """
 
     model: str = checked(_text)

@@ -1,8 +1,8 @@
 """When a training job saves and when it ends: one decision per step, the same on all ranks.
 
-What only one rank sees (a signal, a full memory, a file, the clock of rank 0) must not end that rank alone: the others
-would wait for it in the next collective. So each rank reports, and all of them decide by the same function of all
-reports: one all_gather of 11 numbers per rank, in a group of its own, so that it meets no gradient on its way.
+An event that only one rank sees (a signal, a full memory, a file, the clock of rank 0) must not end that rank alone:
+the others would wait for it in the next collective. So each rank reports, and all of them decide by the same function
+of all reports: one all_gather of 11 numbers per rank, in a group of its own, so that it meets no gradient on its way.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, which sbatch and srun s
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do before a step. Equal on all of them.
+    """A decision before a step: whether the ranks save, and whether they stop. Equal on all of them.
 
     Attributes:
         step: the number of steps that are done.
@@ -57,7 +57,7 @@ class Decision:
 
 
 class _Report(NamedTuple):
-    """Of one rank, or, of several, an array for each field. What only rank 0 looks at is 0 on the others."""
+    """The report of one rank; or the reports of all, with an array for each field. Only rank 0 sets the last fields."""
 
     is_wrong: Any  # step or loss is nothing that this function takes
     step: Any
@@ -109,8 +109,8 @@ class Control:
         min_device_memory: bytes that MLX must have left of its memory limit (``mx.get_memory_limit``); 2 GiB is usual.
             Before a rank reports less it collects garbage and clears MLX's cache.
         memory_every: calls of ``decide`` from one measurement of memory to the next.
-        signals: those that end the job so. While the control is open no handler of these that was there before is
-            called. Of SIGTERM this means that it does not end the process: Ctrl-C and SIGKILL do.
+        signals: the signals that end the job so. While the control is open, their earlier handlers are not called. So
+            SIGTERM does not end the process; Ctrl-C and SIGKILL do.
         loss_alarm: gets the mean of all ranks' losses.
 
     Attributes:
@@ -218,7 +218,7 @@ class Control:
         self._received = number
 
     def _report(self, step: Any, loss: Any) -> tuple[str, _Report]:
-        """What is wrong with the arguments of this rank, if anything is; and its report."""
+        """The problem with this rank's arguments, empty for none; and its report."""
         problem, value = "", math.nan
         if type(step) is not int or step < 0:
             problem, step = f"the step is {step!r:.80}, not an integer from 0", 0

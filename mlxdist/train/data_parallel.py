@@ -57,8 +57,8 @@ def average_gradients(
 
     Raises:
         InvalidArgument: a leaf is not an ``mx.array``, or neither floating point nor complex; an option has no such
-            value. What :func:`mlxdist.all_sum` raises comes where the result is evaluated: a Mismatch also where trees
-            of equal sizes have other paths, shapes or dtypes, or options differ.
+            value. Errors of :func:`mlxdist.all_sum` are raised where the result is evaluated: a Mismatch also where
+            trees of equal sizes have other paths, shapes or dtypes, or options differ.
     """
     flat: Any = tree_flatten(gradients)
     for path, leaf in flat:
@@ -96,7 +96,7 @@ all_reduce_grads = average_gradients
 def _planned(
     gradients: tuple[Gradient, ...], all_reduce_size: int, reduce_dtype: mx.Dtype | None, weighted: bool
 ) -> tuple[BucketPlan, int]:
-    """With its structure. By path: two ranks may have built their dicts in different orders."""
+    """A plan with its structure. It goes by paths, since two ranks may have built their dicts in different orders."""
     order = sorted(range(len(gradients)), key=lambda number: gradients[number].path)
     plan = BucketPlan(gradients, order, all_reduce_size, reduce_dtype)
     return plan, plan.structure(weighted)

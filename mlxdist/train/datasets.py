@@ -71,10 +71,10 @@ def load_dataset(
 
 
 def digest_of(path: str | os.PathLike[str], split: str) -> str:
-    """What is different for other data: of a file its contents, of what Hugging Face's datasets reads names and sizes.
+    """A text that differs for other data: by a file's contents, or by the names and sizes of a directory's files.
 
     Raises:
-        InvalidArgument: it cannot be read.
+        InvalidArgument: the data cannot be read.
     """
     file = _file(Path(path), split)
     if not file.is_dir():
@@ -95,7 +95,7 @@ def _read(file: Path) -> bytes:
 
 
 def _file(path: Path, split: str) -> Path:
-    """The directory itself, if it has no file of that split."""
+    """The file of the split; the directory itself if it has none."""
     if not path.is_dir():
         if path.suffix not in (".jsonl", ".txt"):
             raise InvalidArgument(f"load_dataset: {path} is neither a directory nor a .jsonl or .txt file")

@@ -1,4 +1,4 @@
-"""What a training is made of: what has to be the same where it goes on from a checkpoint, and what may be changed."""
+"""The fingerprint of a training: facts that must be the same where it is resumed, and settings that may change."""
 
 import dataclasses
 import json
@@ -50,18 +50,18 @@ class Fingerprint:
 
     @property
     def state(self) -> dict[str, dict[str, str]]:
-        """What a checkpoint keeps: JSON texts, by name."""
+        """The state for a checkpoint: JSON texts, by name."""
         return self._own
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """``state``: of the training that goes on. It is compared by :meth:`changes`."""
+        """Takes the state of the training that goes on, which :meth:`changes` compares with this one's."""
         self._saved = state or {}
 
     def changes(self, allowed: Collection[str]) -> set[str]:
-        """What is not as it was in the state that is restored, of what has to be; says what else is different.
+        """Returns the names of fixed facts that differ from the restored state. Rank 0 prints every difference.
 
         Raises:
-            InvalidArgument: on all ranks: some of it is not ``allowed``.
+            InvalidArgument: on all ranks: one of the names is not ``allowed``.
         """
         changed = set(self._different("fixed"))
         with agreed("train", self._mesh.group):
@@ -100,7 +100,7 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def _fixed(config: TrainConfig) -> dict[str, Any]:
-    """By the names that ``allow_changes`` has for them."""
+    """The facts that must not change, by their names in ``allow_changes``."""
     directory = model_directory(config.model)
     base = [(directory / "config.json").read_bytes()]
     found: dict[str, Any] = {"weights": config.weights}
@@ -123,7 +123,7 @@ def _fixed(config: TrainConfig) -> dict[str, Any]:
 
 
 def _samples(file: WeightFile) -> Iterable[bytes]:
-    """The header, and some bytes of each tensor: two models of the same shapes differ in nearly all of theirs."""
+    """The header, and some bytes of each tensor: two models of the same shapes differ in nearly all tensors."""
     yield file.header
     for tensor in file.tensors.values():
         length = min(_SAMPLE_BYTES, tensor.nbytes)

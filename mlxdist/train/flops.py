@@ -48,13 +48,13 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, attention_width: 
     two in the backward pass, for the gradients of input and matrix. Embeddings are looked up and do not count, unless
     the output layer is tied to them; of experts those of a token count, norms and biases do not. L, H, Q and T are the
     layers with attention, their heads, the size of a head and ``sequence_length``: scores and values take 4 H Q T in
-    the forward pass, and twice that in the backward pass. What a causal mask or a window leaves out counts too, as it
-    does in the published utilizations. A frozen matrix has no gradient: 4 in place of 6.
+    the forward pass, and twice that in the backward pass. Scores that a causal mask or a window leaves out count, too,
+    as they do in the published utilizations. A frozen matrix has no gradient: 4 in place of 6.
 
     Shards count as the full parameters that they are of. Nothing is evaluated.
 
     Args:
-        model: of any kind; one of mlx-lm has its configuration in ``model.args``. Of a pipeline the layers of this rank
+        model: any model; one of mlx-lm has its configuration in ``model.args``. In a pipeline, the layers of this rank
             count.
         sequence_length: tokens that attend to each other, from 1.
         attention_width: heads times size of a head, summed over the layers, for a model without a configuration; 0 for
@@ -110,7 +110,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[float, bool]]:
 
 
 def _outer(path: str) -> Iterator[str]:
-    """Of "a.b.c": itself, "a.b", "a"."""
+    """Yields a path and the paths above it: for "a.b.c", "a.b.c", "a.b", "a"."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -121,7 +121,7 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _is_scale(module: nn.Module, name: str) -> bool:
-    """Of the groups of a quantized matrix."""
+    """Whether a parameter holds the scales or biases of the groups of a quantized matrix."""
     return name in ("scales", "biases") and "scales" in module
 
 

@@ -52,7 +52,7 @@ class FullModelGradients:
         return self._loss.result()
 
     def _differentiate(self, number: int) -> dict[int, mx.array]:
-        """The gradients of a micro-batch, by number; times its tokens, if there are any."""
+        """The gradients of a micro-batch, by number; times its tokens if ``fn`` counts tokens."""
         loss, model = self._loss, self._loss.averaging.model
 
         def differentiated(parameters: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[mx.array, Any]:

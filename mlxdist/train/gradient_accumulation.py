@@ -20,11 +20,11 @@ MicroBatch = tuple[tuple, dict[str, Any]]  # the arguments of fn
 
 @dataclass
 class Kept:
-    """What modules that communicate by themselves keep on their rank from one micro-batch of a step to the next.
+    """Arrays that modules which communicate by themselves keep from one micro-batch of a step to the next.
 
     Attributes:
         parameters: gathered ones, by what the module calls them.
-        gradients: the sums of those that travel with the last micro-batch. It takes them out.
+        gradients: sums of gradients that travel with the last micro-batch, which takes them out.
         is_last: whether the gradients that are computed now complete the sum.
     """
 
@@ -37,7 +37,7 @@ _current: ContextVar[Kept | None] = ContextVar("current", default=None)
 
 
 def current() -> Kept | None:
-    """What the step keeps whose micro-batches are computed now; ``None``: it has one, or counts none."""
+    """The :class:`Kept` of the step that is computed now; ``None`` outside a step, or if it has one micro-batch."""
     return _current.get()
 
 
@@ -58,7 +58,7 @@ def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[Mi
     Arrays are of MLX or NumPy, also in dicts, lists and tuples, but not in modules.
 
     Raises:
-        InvalidArgument: an array does not divide into ``count`` equal parts, or there is none. Begins with ``name``.
+        InvalidArgument: an array does not divide into ``count`` equal parts, or there is none. It begins with ``name``.
     """
     if count == 1:
         return [(args, kwargs)]

@@ -26,7 +26,7 @@ Parameters = list[tuple[str, mx.array]]
 
 
 class Averaging:
-    """What stays from step to step: in which buckets the gradients of a model travel, and to which ranks."""
+    """The state that stays from step to step: in which buckets the gradients of a model travel, and to which ranks."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Averaging:
         return self.bucket_plan is not None and self._known == _described(parameters)
 
     def gradients(self, parameters: Parameters) -> list[Gradient]:
-        """Raises InvalidArgument: one is averaged already over ranks that are no axis of the mesh."""
+        """Describes the gradients. Raises InvalidArgument: one is averaged already over ranks that are no mesh axis."""
         reduced = dict(reduced_over(self.model))
         found = []
         for path, array in parameters:
@@ -69,7 +69,7 @@ class Averaging:
         return found
 
     def agree_on_parameters(self, parameters: Parameters, elements: int) -> list[Gradient]:
-        """:meth:`gradients`, once all ranks have the same. ``elements``: of this rank's batch. Collective."""
+        """Returns :meth:`gradients` if all ranks have the same. ``elements``: of this rank's batch. Collective."""
         equal: dict[str, object] = {}
         stage = stage_of(self.model)
         held_by = None if stage is None else parameters_of(stage)
@@ -94,7 +94,7 @@ class Averaging:
         return found
 
     def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
-        """Makes the plan, of rank 0's order. Collective."""
+        """Makes the plan, in rank 0's order. Collective."""
         order = agree(NAME, self.everyone, None, {}, order)[0].tolist()
         self.bucket_plan = BucketPlan(gradients, order, self._all_reduce_size, self._reduce_dtype)
         self._structures.clear()
@@ -108,12 +108,12 @@ class Averaging:
         return self._structures[over, is_weighted]
 
     def channel(self, over: tuple[str, ...]) -> "GradientChannel":
-        """Of the ranks along these axes."""
+        """The channel of the ranks along these axes."""
         return GradientChannel.of(self._mesh[over] if self._mesh is not None else self.everyone)
 
 
 class GradientChannel(Channel):
-    """For the gradients that ranks average."""
+    """A channel for the gradients that ranks average."""
 
     def add_up(self, array: mx.array, structure: int) -> mx.array:
         """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have another ``structure``."""

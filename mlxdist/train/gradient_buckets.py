@@ -24,7 +24,7 @@ _HALVES = (mx.float16, mx.bfloat16)
 
 
 class Gradient(NamedTuple):
-    """What is known of a gradient before it is computed. ``over``: what names the ranks that average it."""
+    """The facts about a gradient that are known before it is computed. ``over``: names the ranks that average it."""
 
     path: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class BucketPlan:
     """How gradients are divided into buckets.
 
     Args:
-        gradients: of a tree. Those without elements are in no bucket.
+        gradients: the gradients of a tree. A gradient without elements is in no bucket.
         order: their numbers, in the order in which they are to leave.
         all_reduce_size: bytes on the wire that share one bucket at most; a larger gradient is alone in one.
         reduce_dtype: of the messages; ``None``: float32 for gradients of 16 bits, for others their own.
@@ -118,5 +118,5 @@ def check_reduce_dtype(name: str, reduce_dtype: mx.Dtype | None) -> None:
 
 
 def sum_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """That of sums of gradients: 16 bits lose what is small beside what has been added up."""
+    """The dtype of sums of gradients: in 16 bits, a small gradient is lost beside the sum so far."""
     return mx.float32 if dtype in _HALVES else dtype

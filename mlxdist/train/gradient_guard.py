@@ -98,8 +98,8 @@ class GradientGuard:
         return False
 
     def _gather(self, leaves: list[mx.array], loss: Any) -> np.ndarray:
-        """For each rank: how many of its gradients are not finite, and whether its loss is not. After all gradients,
-        so also after the collectives that have made them."""
+        """Returns, for each rank, how many of its gradients are not finite, and whether its loss is not. All gradients
+        are evaluated before, and so are the collectives that have made them."""
         bad = _count(leaves) if leaves else mx.array(0, mx.int32)
         bad_loss = mx.array(False) if loss is None else mx.any(_is_bad(mx.array(loss)))
         return np.array(all_gather(mx.stack([bad, bad_loss.astype(mx.int32)])[None], group=self._group))

@@ -21,7 +21,7 @@ class LossAlarm:
 
     A loss is a spike when it is more than ``deviations`` standard deviations above that median, both estimated robustly
     (median and median absolute deviation; Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013), or not finite. Losses of
-    a spike do not move the median. Nothing is said before there are 10 losses.
+    a spike do not move the median. Before there are 10 losses, only a loss that is not finite is a spike.
 
     Args:
         window: how many losses the median is of.
@@ -49,7 +49,7 @@ class LossAlarm:
         return f"LossAlarm({self._window}, {self._deviations}, {self._patience})"
 
     def observe(self, step: int, loss: float) -> str:
-        """What there is to say of this step's loss; empty for nothing. Call it once for each step."""
+        """Returns the alarm for this step's loss; empty for none. Call it once for each step."""
         if len(self._losses) < _LEAST_LOSSES:
             return self._begin(step, loss)
         losses = np.array(self._losses)
@@ -84,7 +84,7 @@ class LossAlarm:
         return f"the loss has not recovered since step {first}: it is {loss:.4g}; {before}"
 
     def _rise(self, median: float, deviation: float) -> str:
-        """Without a spike, from one window to another."""
+        """The alarm for a rise from one window to another without a spike; empty for none."""
         best = self._best
         if len(self._losses) < self._window or median <= best + self._deviations * deviation:
             self._best = min(best, median) if len(self._losses) == self._window else best

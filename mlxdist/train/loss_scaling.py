@@ -17,7 +17,7 @@ _STEPS_TO_GROW = 2000  # without an overflow, as in arXiv:1710.03740
 
 
 def check_loss_scale(name: str, loss_scale: Any) -> None:
-    """Rejects what is no :data:`LossScale`."""
+    """Raises InvalidArgument: ``loss_scale`` is no :data:`LossScale`."""
     is_scale = (
         isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
     )
@@ -26,7 +26,7 @@ def check_loss_scale(name: str, loss_scale: Any) -> None:
 
 
 def first_state(loss_scale: float | Literal["dynamic"]) -> dict[str, mx.array]:
-    """The scale, the steps since it changed, and how many were skipped."""
+    """The first state: the scale, the steps since the scale changed, and the number of skipped steps."""
     scale = _FIRST if loss_scale == "dynamic" else float(loss_scale)
     return {"loss_scale": mx.array(scale), "good_steps": mx.array(0), "skipped": mx.array(0)}
 

@@ -1,4 +1,4 @@
-"""Memory that a training job must leave: of a host, and of MLX's device. One that ends by itself has its checkpoint."""
+"""Memory that a job must leave free, of a host and of MLX's device: a job that ends before it runs out can save."""
 
 import gc
 import math
@@ -14,7 +14,7 @@ __all__ = ["MemoryLimits"]
 
 
 class MemoryLimits:
-    """What `Control` compares with the memory of the worst rank. ``None`` for no limit; see there."""
+    """The limits that `Control` compares with the memory of the worst rank; see its arguments. ``None``: no limit."""
 
     def __init__(self, max_host: float | None, min_device: int | None) -> None:
         if max_host is not None and not (isinstance(max_host, float) and 0 < max_host <= 1):
@@ -30,7 +30,7 @@ class MemoryLimits:
         return _host_share() if self._max_host is not None else 0.0, self._device_bytes()
 
     def exceeded(self, host: np.ndarray, device: np.ndarray) -> list[str]:
-        """In words, what is too full on the worst rank. ``host``, ``device``: what each rank has measured."""
+        """Describes the memory that is too full, on the worst rank. ``host``, ``device``: measured by each rank."""
         found = []
         if self._max_host is not None and host.max() > self._max_host:
             where = f"the host of rank {int(np.argmax(host))}"

@@ -1,4 +1,4 @@
-"""Training in 16 bits: what is kept in more of them, so that small updates count, and the scale of the loss.
+"""Training in 16 bits: the bits that are kept besides, so that small updates count, and the scale of the loss.
 
 Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -153,7 +153,7 @@ class MixedPrecision(optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """What has to be equal where a state is loaded: the optimizer, and which arrays are kept in which dtypes."""
+        """A text that must be equal where a state is loaded: the optimizer, and the arrays and dtypes that it keeps."""
         options = f"masters={self.masters}, state_dtype={self.state_dtype}, scaled={self.is_scaled}"
         return f"MixedPrecision({type(self.optimizer).__name__}, {options})"
 
@@ -164,7 +164,7 @@ class MixedPrecision(optim.Optimizer):
 
     @property
     def loss_scale(self) -> mx.array:
-        """By which :meth:`scale` multiplies now, float32; 1 without a scale."""
+        """The factor by which :meth:`scale` multiplies now, float32; 1 without a scale."""
         return self._state.get("loss_scale", mx.array(1.0))
 
     @property
@@ -180,7 +180,7 @@ class MixedPrecision(optim.Optimizer):
 
     @property
     def learning_rate(self) -> mx.array:
-        """That of the optimizer."""
+        """The learning rate of the optimizer."""
         return self.optimizer.learning_rate
 
     @learning_rate.setter
@@ -191,13 +191,13 @@ class MixedPrecision(optim.Optimizer):
         return tree_map(lambda gradient: _wide(gradient) / self.loss_scale, gradients)
 
     def _value(self, parameter: mx.array, kept: mx.array | None) -> mx.array:
-        """What the optimizer updates."""
+        """The value that the optimizer updates, in float32."""
         if kept is None:
             return _wide(parameter)
         return kept if self.masters is True else _wide(parameter) + _wide(kept)
 
     def _kept(self, value: mx.array, dtype: mx.Dtype) -> mx.array | None:
-        """What is kept of a value in float32 besides the parameter."""
+        """The array that is kept of a float32 value besides the parameter; None if there is none."""
         if dtype not in _DTYPES or self.masters == "stochastic":
             return None
         return value if self.masters is True else (value - _wide(value.astype(dtype))).astype(dtype)
@@ -215,7 +215,7 @@ class MixedPrecision(optim.Optimizer):
         return round_stochastically(array, self.state_dtype, key)
 
     def _keys(self, step: mx.array, count: int) -> Any:
-        """Of random numbers for each array of a step: from the step, so that a run that is resumed has the same."""
+        """Random keys for the arrays of a step. They follow from the step, so that a resumed run has the same."""
         key = mx.stack([mx.array(self._seed, mx.uint32), step.astype(mx.uint32)])
         return mx.random.split(key, count)
 

@@ -45,7 +45,7 @@ _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16
 
 
 def open_tokenizer(config: TrainConfig, group: Group) -> Any:
-    """That of mlx-lm. Raises InvalidArgument: on all ranks: one has no such model."""
+    """Returns mlx-lm's tokenizer of the model. Raises InvalidArgument: on all ranks: one has no such model."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns when there is no PyTorch
     from mlx_lm.utils import load_tokenizer
 
@@ -110,7 +110,7 @@ def _checkpoint_layers(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
-    """The layers of this rank alone. What passes between stages has the dtype that the model computes in."""
+    """Leaves only this rank's layers in the model. Activations pass between stages in the dtype of computation."""
     parameters: Any = tree_flatten(model.parameters())
     if (dtype := _DTYPES.get(config.precision.dtype)) is not None:
         model.set_dtype(dtype)
@@ -123,7 +123,7 @@ def _make_stage(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _open_random(config: TrainConfig) -> nn.Module:
-    """By MLX's global seed."""
+    """Returns the model with random weights, which follow from MLX's global seed."""
     from mlx_lm.utils import _get_classes, load_config
 
     settings = load_config(model_directory(config.model))
@@ -143,7 +143,7 @@ def _open_pretrained(config: TrainConfig) -> nn.Module:
 
 
 def _freeze(model: nn.Module, config: TrainConfig) -> None:
-    """As mlx-lm's ``lora``: all but the last layers, or the adapters on them."""
+    """Freezes the model as mlx-lm's ``lora`` does: all but the last layers, or all but the adapters on them."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     layers = model.layers
@@ -169,10 +169,10 @@ def _freeze(model: nn.Module, config: TrainConfig) -> None:
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.Optimizer:
-    """As mlx-lm's ``lora`` makes it, with its state for the shards of ``model``.
+    """Makes the optimizer as mlx-lm's ``lora`` does, with its state for the shards of ``model``.
 
     Raises:
-        InvalidArgument: on all ranks: it has no such arguments, or does not work on shards.
+        InvalidArgument: on all ranks: the optimizer has no such arguments, or does not work on shards.
     """
     from mlx_lm.tuner.utils import build_schedule
 
@@ -206,13 +206,13 @@ def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.O
 
 
 def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh) -> Path:
-    """Writes what was trained, of the last checkpoint, into ``config.output`` on rank 0's host, as mlx-lm has it.
+    """Writes the trained parameters of the last checkpoint into ``config.output`` on rank 0's host, as mlx-lm does.
 
     A fine-tuning leaves what mlx-lm's ``lora`` leaves in its ``--adapter-path``; a training from random weights a model
     folder. Rank 0 needs memory for what was trained, in full.
 
     Returns:
-        That folder.
+        The folder.
     """
     is_writer = mesh.group.rank() == 0
     known = cuts(model)

@@ -1,4 +1,4 @@
-"""What a model returns, where a loss calls it."""
+"""Changes the outputs of a model where a loss calls it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The gradients of a training step of a pipeline: what a schedule says, with messages between the stages.
+"""The gradients of a training step of a pipeline, computed by a schedule, with messages between the stages.
 
 MLX is lazy, so one ``mx.vjp`` of a stage is the graph of F, I and W of a micro-batch: evaluating its outputs is F, the
 gradient of what the stage has received is I, those of the parameters are W.
@@ -33,13 +33,13 @@ Key = tuple[int, int]  # micro-batch, virtual stage of this rank
 
 @dataclass
 class _Graph:
-    """What is computed, or will be, of a micro-batch on a virtual stage.
+    """The graph of a micro-batch on a virtual stage, parts of which may be computed already.
 
     Attributes:
-        received, outputs: what the stage takes, and what it returns: for the next one, or the loss.
+        received, outputs: the arrays that the stage takes, and those that it returns: for the next stage, or the loss.
         cotangents: the gradients of ``outputs``.
         sent: the gradients of ``received``.
-        gradients: of the parameters, by number.
+        gradients: the gradients of the parameters, by number.
         kept: sums of gradients that modules of fully_shard keep for the last micro-batch.
     """
 
@@ -112,7 +112,7 @@ class PipelineGradients:
         return []
 
     def result(self) -> Any:
-        """That of the last stage, on all."""
+        """The last stage's result, on all stages."""
 
         def shared(leaf: Any) -> Any:
             return self._messages.of_last_stage(leaf) if isinstance(leaf, mx.array) else leaf
@@ -120,7 +120,7 @@ class PipelineGradients:
         return tree_map(shared, self._loss.result())
 
     def _start_forward(self, action: Action, stamps: Stamps) -> Arrays:
-        """Starts F. Returns what it computes."""
+        """Starts F. Returns the arrays that it computes."""
         key = (action.micro_batch, action.chunk)
         graph = self._graphs[key] = self._graph(key)
         stamps.begin(action, graph.received)
@@ -130,7 +130,7 @@ class PipelineGradients:
         return outputs
 
     def _start_backward(self, action: Action, stamps: Stamps) -> Arrays:
-        """Starts I, W, or both. Returns what they compute."""
+        """Starts I, W, or both. Returns the arrays that they compute."""
         key = (action.micro_batch, action.chunk)
         graph, computed = self._graphs[key], Arrays()
         is_last = self._messages.is_last(action.chunk)
@@ -150,7 +150,7 @@ class PipelineGradients:
         return computed
 
     def _graph(self, key: Key) -> _Graph:
-        """Of a micro-batch on a virtual stage: nothing is computed yet."""
+        """Builds the graph of a micro-batch on a virtual stage; nothing is computed yet."""
         number, chunk = key
         loss, stage, messages = self._loss, self._stage, self._messages
         places, arguments = self._places[chunk], self._micro_batches[number]

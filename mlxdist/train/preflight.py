@@ -1,4 +1,4 @@
-"""What a training needs, checked before any work: settings, folders, the rows of its data. All ranks fail alike."""
+"""Checks before any work of a training: its settings, its folders, the rows of its data. All ranks fail alike."""
 
 import math
 import tempfile
@@ -44,7 +44,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Raises InvalidArgument: where the training would write it cannot. Nothing is left there."""
+    """Raises InvalidArgument: the training could not write into a folder that it needs. The check leaves no files."""
     output = Path(config.output)
     if config.weights == "random":
         require_no_folder(output)
@@ -197,7 +197,7 @@ def _check_schedule(settings: Mapping[str, Any], steps: int) -> None:
 
 
 def _require_finite(name: str, value: Any) -> None:
-    """Of all numbers in a table."""
+    """Raises ValueError: a number in a table is not finite."""
     if isinstance(value, float):
         validation.finite(name, value)
     elif isinstance(value, Mapping | list):
@@ -221,7 +221,7 @@ def _require_writable(name: str, directory: Path) -> None:
 
 
 def _sample(split: str, dataset: Dataset, number: int, tokenizer: Any) -> tuple[int, int, int]:
-    """The number of its tokens, how many of the first are no targets, and the largest."""
+    """The number of a sample's tokens, how many of the first are no targets, and the largest token."""
     from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset
 
     where = f"sample {number} (from 0) of the {split} data"

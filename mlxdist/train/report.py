@@ -1,4 +1,4 @@
-"""What a training says while it goes on: to people, to programs, and to where others follow it."""
+"""Reports of a training while it runs: for people, for programs, and for services that show its progress."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ class JsonLines:
     finite are null.
 
     Args:
-        path: lines are added to what is there.
-        iteration: from which the training goes on. What is there of later ones, which come once more, is removed.
+        path: the file; lines are added to those that are there.
+        iteration: the one from which the training goes on. Lines of later ones are removed, since these run once more.
     """
 
     def __init__(self, path: str | Path, iteration: int) -> None:
@@ -54,7 +54,7 @@ class TensorBoard:
 
     Args:
         directory: where TensorBoard looks.
-        iteration: from which the training goes on. TensorBoard leaves out what is there of later ones.
+        iteration: the one from which the training goes on. TensorBoard leaves out the scalars of later ones.
     """
 
     def __init__(self, directory: str | Path, iteration: int) -> None:
@@ -81,7 +81,7 @@ def is_due(iteration: int, before: int, every: int) -> bool:
 
 
 def _is_before(line: str, iteration: int) -> bool:
-    """Whether a report is of what a training does not do again: its validation at ``iteration`` it does."""
+    """Whether the training does not repeat what a report is about; it repeats the validation at ``iteration``."""
     try:
         report = parse_json(line)
         return report["iteration"] < iteration + ("train_loss" in report)
@@ -94,7 +94,7 @@ def _finite(value: Any) -> Any:
 
 
 def check_reporters(config: TrainConfig) -> None:
-    """Raises InvalidArgument: ``report_to`` names what does not exist, or is not installed."""
+    """Raises InvalidArgument: ``report_to`` names a report that does not exist, or whose package is not installed."""
     for name in _names(config):
         module = _REPORTERS.get(name)
         if module is None:
@@ -144,7 +144,7 @@ class Report:
                 callback.close()
 
     def trained(self, step: int, loss: float, learning_rate: float, throughput: Throughput) -> None:
-        """After each step. Collective where it is time for a line: one report of ``throughput``."""
+        """Takes in a step, and prints a line if one is due. Collective if so: one report of ``throughput``."""
         before, self._last = self._last, self._iteration(step)
         iteration = self._last
         self._bar.update(self._task, completed=iteration)
@@ -164,7 +164,7 @@ class Report:
             callback.on_train_loss_report(info)
 
     def validated(self, step: int, loss: float, seconds: float) -> None:
-        """After each evaluation, which took ``seconds``."""
+        """Reports an evaluation, which took ``seconds``."""
         iteration = self._iteration(step)
         self._console.print(f"{iteration:10,} {loss:10.4f} of the validation, in {seconds:.1f} s", style="green")
         for callback in self._callbacks:

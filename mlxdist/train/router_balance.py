@@ -1,9 +1,9 @@
 """The balance loss of a model's routers: experts that are chosen about equally often.
 
-Of each sequence by itself, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20), so that it does not depend on how rows
-are divided over ranks and micro-batches; in the scale of transformers' ``load_balancing_loss_func``. For E experts of
-which each token chooses k, it is E * sum over experts of (times chosen / tokens) * (mean probability): k where all are
-chosen equally often.
+The loss is computed for each sequence by itself, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20), so that it does
+not depend on how rows are divided over ranks and micro-batches. Its scale is that of transformers'
+``load_balancing_loss_func``: with E experts, k of them for each token, it is E * sum over experts of (times chosen /
+tokens) * (mean probability), which is k if all are chosen equally often.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ __all__ = ["RouterBalance"]
 
 
 class RouterBalance:
-    """Notes what the routers of a model choose.
+    """Records the choices of a model's routers, and computes their balance loss.
 
     Args:
         model: with blocks of mlx-lm that have a router ``gate`` and experts ``switch_mlp``, also in stages. Its

@@ -96,7 +96,7 @@ class PackedRows:
 
 
 def _sample(dataset: Dataset, number: int) -> tuple[np.ndarray, int]:
-    """int32 of one dimension, and the offset."""
+    """A sample's tokens, int32 of one dimension, and its offset."""
     item = dataset[number]
     tokens, offset = item if isinstance(item, tuple) and len(item) == 2 else (item, 0)
     try:

@@ -21,7 +21,7 @@ MAX_SEED = 2**63 - 1  # ranks compare it as int64
 
 
 class Seeds:
-    """One seed for all ranks, from which those of every step follow. All ranks of a group or a mesh make it.
+    """A seed for all ranks, from which the seeds of every step follow. All ranks of a group or a mesh make it.
 
         seeds = train.Seeds(mesh=mesh)
         model = make_model()      # the same parameters on every rank
@@ -81,7 +81,7 @@ class Seeds:
 
     @property
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the same on all ranks."""
+        """The state for a checkpoint, the same on all ranks."""
         return {"seed": self.seed}
 
     def restore(self, state: Mapping[str, Any]) -> None:

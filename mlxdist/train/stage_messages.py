@@ -1,6 +1,6 @@
-"""What the stages of a pipeline send each other in a training step: activations, and their gradients.
+"""The messages between the stages of a pipeline in a training step: activations, and their gradients.
 
-What is received, and the cotangents, are messages that arrive while the action before is computed.
+A stage receives the messages of an action while it computes the action before.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class StageMessages:
     """The messages of this stage in one step, and what it has received. Collective, as ``Channel.of`` is.
 
     Args:
-        stage: of several.
-        schedule: of the step.
+        stage: one of several stages.
+        schedule: the schedule of the step.
     """
 
     def __init__(self, stage: Stage, schedule: Schedule) -> None:
@@ -36,7 +36,7 @@ class StageMessages:
         self._cotangents: dict[Key, Arrays] = {}  # that are not asked for yet
 
     def describe(self, shape: tuple[int, int], terms: int, inputs: Sequence[Arrays]) -> None:
-        """Comes before all messages.
+        """Takes the sizes of the step's messages, and is called before all of them.
 
         Args:
             shape: of the tokens of a micro-batch: (batch, length).
@@ -66,29 +66,29 @@ class StageMessages:
             mx.async_eval(self._cotangents.pop(key, []))
 
     def take_activations(self, key: Key) -> Arrays:
-        """What F of a micro-batch takes from the stage before, which :meth:`receive` has started; none of the first."""
+        """The arrays that F of a micro-batch takes, which :meth:`receive` has begun to receive; none on the first."""
         return self._activations.pop(key)
 
     def cotangents(self, key: Key) -> Arrays:
-        """The gradients of what F returns: of the loss, or those that the next stage sends, from :meth:`receive` on."""
+        """The gradients of F's outputs: of the loss, or those that the next stage sends, from :meth:`receive` on."""
         if self.is_last(key[1]):
             return [mx.array(1.0)]
         self._cotangents[key] = self._recv(self._backward, self._part(key[1]) + 1, 1)
         return self._cotangents[key]
 
     def send_activations(self, key: Key, arrays: Arrays) -> None:
-        """To the next stage; of the last nothing."""
+        """Sends activations to the next stage; the last stage sends none."""
         if not self.is_last(key[1]):
             self._send(self._forward, arrays, self._part(key[1]) + 1, 1, self._inputs[key[0]])
 
     def send_gradients(self, key: Key, arrays: Arrays) -> None:
-        """Those of the activations, to the stage before; of the first nothing."""
+        """Sends the gradients of the activations to the stage before; the first stage sends none."""
         if not self.is_first(key[1]):
             self._send(self._backward, arrays, self._part(key[1]), -1)
 
     @property
     def stream(self) -> Any:
-        """That of the activations that leave."""
+        """The stream of the activations that leave."""
         return self._forward.stream
 
     def of_last_stage(self, array: mx.array) -> mx.array:
@@ -102,13 +102,13 @@ class StageMessages:
         return self._schedule.part(self._stage.index, chunk)
 
     def _recv(self, transfer: Transfer, part: int, step: int, inputs: Arrays | None = None) -> Arrays:
-        """What passes between ``part - 1`` and ``part``, or its gradient."""
+        """Receives the arrays that pass between ``part - 1`` and ``part``, or their gradients."""
         peer = (self._stage.index + step) % self._schedule.stages
         received = transfer.recv(calls_of(self._stage).boundary(part), *self._shape, peer, inputs=inputs or ())
         return [*received, *transfer.recv(self._totals, 1, 1, peer, None, *received[-1:])]
 
     def _send(self, transfer: Transfer, arrays: Arrays, part: int, step: int, inputs: Arrays | None = None) -> None:
-        """Sends what :meth:`_recv` receives."""
+        """Sends the arrays that :meth:`_recv` receives."""
         boundary = calls_of(self._stage).boundary(part)
         peer, count = (self._stage.index + step) % self._schedule.stages, len(boundary)
         sent = transfer.send(arrays[:count], peer, boundary, inputs=inputs or ())

@@ -1,4 +1,4 @@
-"""Terms of a loss that are not made of what the model returns, in pipelines: each stage has some of them."""
+"""Terms of a loss that are not made of the model's result, in pipelines: each stage has some of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ __all__ = ["Terms", "collecting", "stage_loss"]
 
 @dataclass
 class Terms:
-    """What the calls of :func:`stage_loss` of a micro-batch add up, one after the other.
+    """The sums over stages of a micro-batch's terms: one sum for each call of :func:`stage_loss`.
 
     Attributes:
-        before: the sums of the stages before; none on the first.
-        sums: those and this stage's own.
+        before: the sums over the stages before; none on the first.
+        sums: the sums with this stage's own terms.
         is_cut: whether the sums that the loss gets are constants.
     """
 
@@ -36,7 +36,7 @@ _current: ContextVar[Terms | None] = ContextVar("current", default=None)
 
 @contextmanager
 def collecting(before: Sequence[mx.array] = (), *, is_cut: bool = False) -> Iterator[Terms]:
-    """Within, what :func:`stage_loss` is called with is added to ``before``."""
+    """Within, each term that :func:`stage_loss` gets is added to its sum in ``before``."""
     terms = Terms(before, is_cut=is_cut)
     token = _current.set(terms)
     try:

@@ -52,14 +52,14 @@ class GradientSums(Protocol):
         """The sums of the gradients over the micro-batches, by number."""
 
     def unfinished(self) -> list[mx.array]:
-        """What is evaluated with the first gradients that leave."""
+        """The arrays to evaluate together with the first gradients that leave."""
 
     def result(self) -> Any:
-        """What ``fn`` returned, of all micro-batches as of one."""
+        """The result of ``fn`` for all micro-batches, as if they were one."""
 
 
 class StepGradients:
-    """One call of :func:`value_and_grad`: the sums over the micro-batches, then the average over the ranks."""
+    """A call of :func:`value_and_grad`: the sums over the micro-batches, then the average over the ranks."""
 
     def __init__(self, loss: StepLoss, sums: GradientSums) -> None:
         self._loss, self._sums, self._averaging = loss, sums, loss.averaging
@@ -102,7 +102,7 @@ class StepGradients:
             raise
 
     def _averaged(self, parameters: Parameters, sums: dict[int, mx.array]) -> list[mx.array]:
-        """The sums over micro-batches, averaged. What has been computed leaves while the rest is computed."""
+        """Averages the sums over micro-batches. Gradients leave as they are computed, while the rest is computed."""
         averaging, bucket_plan = self._averaging, self._averaging.bucket_plan
         assert bucket_plan is not None
         divisor, stream = self._divisor(), GradientChannel.stream
@@ -126,8 +126,8 @@ class StepGradients:
         return [sums[place].astype(array.dtype) for place, (_, array) in enumerate(parameters)]
 
     def _divisor(self) -> Any:
-        """What a sum over micro-batches, as the mean of the ranks, is divided by: the number of micro-batches, or the
-        units of tokens of a rank's mean share."""
+        """The divisor of the ranks' mean of a sum over micro-batches: the number of micro-batches, or the units of
+        tokens in a rank's mean share."""
         averaging, loss, stream = self._averaging, self._loss, GradientChannel.stream
         if not loss.is_weighted:
             return loss.micro_batches
@@ -141,6 +141,6 @@ class StepGradients:
 
 
 def _elements(args: tuple, kwargs: dict[str, Any]) -> int:
-    """Of the largest array that is an argument. Models are none."""
+    """The elements of the largest array among the arguments. Arrays of models do not count."""
     leaves: Any = tree_flatten([list(args), kwargs], is_leaf=lambda node: isinstance(node, nn.Module))
     return max((prod(leaf.shape) for _, leaf in leaves if isinstance(leaf, mx.array)), default=1)

@@ -1,4 +1,4 @@
-"""The loss of a training step: what ``fn`` returns of its micro-batches, weighted by their tokens if it counts them."""
+"""The loss of a training step: the results of ``fn`` for its micro-batches, weighted by tokens if it counts them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +19,13 @@ __all__ = ["StepLoss"]
 
 
 class StepLoss:
-    """``fn`` of one call of :func:`value_and_grad`, and what it has returned of each micro-batch.
+    """The function ``fn`` in one call of :func:`value_and_grad`, and its result for each micro-batch.
 
     Attributes:
-        averaging: of the model.
+        averaging: the averaging of the model's gradients.
         micro_batches: how many the step has.
-        values: what ``fn`` has returned of each.
-        is_weighted: whether that is (loss, tokens, ...).
+        values: the results of ``fn``, one for each micro-batch.
+        is_weighted: whether a result is (loss, tokens, ...).
     """
 
     def __init__(self, averaging: Averaging, fn: Callable[..., Any], micro_batches: int) -> None:
@@ -54,8 +54,8 @@ class StepLoss:
             )
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What fn returns. Backward, the cotangents of the model's outputs are zero where there are no tokens: the mean
-        of none is not a number, and it would reach the gradients of other ranks by way of what they communicate."""
+        """Calls fn. Backward, the cotangents of the model's outputs are zero where there are no tokens: the mean of no
+        tokens is NaN, and it would reach the gradients of other ranks by way of what they communicate."""
         if not (self.averaging.is_context_parallel or self.averaging.has_shards):
             return self.fn(*args, **kwargs)
         value: Any = None
@@ -70,7 +70,7 @@ class StepLoss:
         return value
 
     def weighted(self, value: Any) -> mx.array:
-        """The loss that is differentiated, of what fn has returned."""
+        """The loss that is differentiated, from a result of fn."""
         if not isinstance(value, tuple):
             return value
         if len(value) < 2:
@@ -78,10 +78,10 @@ class StepLoss:
         return value[0].astype(mx.float32) * (_count(value[1]) / self.averaging.unit_of_tokens)
 
     def counted(self, value: Any, gradients: dict[int, tuple[str, mx.array]]) -> dict[int, mx.array]:
-        """Gradients, which come with their paths: zero if there are no tokens, since the mean of none is not a number.
+        """Returns gradients, given with their paths: zero if there are no tokens, since the mean of none is NaN.
 
-        A shard's has that of other ranks in it, and so has each gradient where ranks share sequences: other ranks'
-        targets attend to this one's keys. There :meth:`call` has left out what is not a number.
+        The gradient of a shard contains those of other ranks, and so does each gradient where ranks share sequences:
+        other ranks' targets attend to this rank's keys. These stay as they are; :meth:`call` has kept NaN out of them.
         """
         if not isinstance(value, tuple) or self.averaging.is_context_parallel:
             return {place: array for place, (_, array) in gradients.items()}
@@ -93,12 +93,12 @@ class StepLoss:
         }
 
     def tokens(self) -> mx.array:
-        """Those of all micro-batches of this rank, a float32 scalar, where ``is_weighted``."""
+        """The tokens of all micro-batches of this rank, a float32 scalar, where ``is_weighted``."""
         total: Any = sum(_count(value[1]) for value in self.values)
         return total
 
     def result(self) -> Any:
-        """What fn returned, of all micro-batches as of one."""
+        """The result of fn for all micro-batches, as if they were one."""
         first = self.values[0]
         if self.micro_batches == 1:
             return first

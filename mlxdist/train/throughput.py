@@ -51,11 +51,11 @@ class Throughput:
             if iteration % 10 == 0:
                 report = throughput.report()
 
-    MFU, the model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311), is what the model computes as a
-    share of what the hosts can; HFU, that of the hardware (Korthikanti et al. 2022, arXiv:2205.05198), counts what
-    gradient checkpointing repeats, too. What a host can do is the fastest matrix product that `mlxdist calibrate` has
-    measured there, of any dtype, in rank 0's tuning file: under the name of the host, or "localhost" for that of rank
-    0. Ranks of one host share its peak. Where a host is not measured, a report has neither.
+    MFU, the model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311), is the model's computation as a share of
+    the hosts' peak; HFU, the hardware FLOPs utilization (Korthikanti et al. 2022, arXiv:2205.05198), also counts the
+    computation that gradient checkpointing repeats. The peak of a host is the fastest matrix product that `mlxdist
+    calibrate` has measured there, of any dtype, in rank 0's tuning file: under the name of the host, or "localhost" for
+    that of rank 0. Ranks of one host share its peak. Where a host is not measured, a report has neither.
 
     Args:
         flops_per_token: of :func:`flops_per_token`, for the full model; ``None`` leaves TFLOPS, MFU and HFU out.
@@ -95,14 +95,14 @@ class Throughput:
 
     @property
     def peak_tflops(self) -> float | None:
-        """Of all hosts together, in 10^12 operations a second; ``None`` if one is not measured."""
+        """The peak of all hosts together, in 10^12 operations a second; ``None`` if one is not measured."""
         return self._peak_tflops
 
     @contextmanager
     def step(self, tokens: int = 0) -> Iterator["Step"]:
         """Measures the body of a ``with`` statement as one step, which has to evaluate what it computes.
 
-        What is outside, such as a checkpoint or an evaluation, does not count.
+        Time outside the statement, such as for a checkpoint or an evaluation, does not count.
 
         Args:
             tokens: of the step, on all ranks together; those that several ranks process in parts count once. Where only
@@ -150,7 +150,7 @@ class Throughput:
         return self._compute_seconds
 
     def report(self) -> dict[str, float]:
-        """What the steps since the last report were like. Collective: one all_gather of 56 bytes a rank.
+        """Reports on the steps since the last report. Collective: one all_gather of 56 bytes a rank.
 
         Returns, the same on all ranks:
             iterations_per_second, tokens_per_second: by the slowest rank's time.
@@ -206,7 +206,7 @@ class Throughput:
         self._computed = np.zeros(2)  # FLOPs of the model, and with those that are repeated
 
     def _counters(self) -> np.ndarray:
-        """Of all groups of this process."""
+        """The counters of all groups of this process together."""
         stats = engine_of(self._group).world.counters()
         return np.array([stats.get(name, 0) for name in _COUNTERS], np.int64)
 
@@ -217,7 +217,7 @@ def _gathered(own: np.ndarray, group: Group) -> np.ndarray:
 
 
 def _measured_here(group: Group) -> dict[str, float]:
-    """What rank 0's tuning file says of hosts, by the first label of their names."""
+    """The TFLOPS of hosts in rank 0's tuning file, by the first label of their names; empty on other ranks."""
     if group.rank() > 0:
         return {}
     found = {_label(name): host.tflops for name, host in measured_hosts().items()}
@@ -235,5 +235,5 @@ def _measured_peak(group: Group, measured: dict[str, float]) -> float | None:
 
 
 def _label(name: str) -> str:
-    """ "me@Studio.local" as "studio"."""
+    """The first label of a host's name, in lower case: "studio" for "me@Studio.local"."""
     return name.rpartition("@")[2].partition(".")[0].lower()

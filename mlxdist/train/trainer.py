@@ -52,7 +52,7 @@ _NEW_WITH = {"optimizer": {"optimizer", "precision"}, "batches": {"data", "token
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What :func:`train` returns, the same on all ranks.
+    """The result of :func:`train`, the same on all ranks.
 
     Attributes:
         step: how many steps of the optimizer are done, with those before a restart.
@@ -208,8 +208,8 @@ def masked_loss(
 ) -> tuple[mx.array, mx.array]:
     """The loss of this rank's part of each sequence, as mlx-lm's ``default_loss``: (mean cross entropy, targets).
 
-    What mlx-lm counts as one more target, the padding behind the last token, is none here: otherwise the loss would
-    depend on how rows are divided over ranks, since a batch is padded to its longest row.
+    The padding behind the last token, which mlx-lm counts as one more target, is no target here: otherwise the loss
+    would depend on how rows are divided over ranks, since a batch is padded to its longest row.
 
     Args:
         batch: token ids (rows, width), the same on all ranks of ``cp``.
@@ -254,7 +254,7 @@ def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, data: Group,
 def _batches(
     config: TrainConfig, tokenizer: Any, seed: int, mesh: Mesh
 ) -> tuple[Batches, Callable[[], Batches] | None, dict[str, RowCounts]]:
-    """Those to train with, what makes those to validate with, and what is in both."""
+    """Returns the batches to train with, a function that makes those to validate with, and the row counts of both."""
     counts: dict[str, RowCounts] = {}
 
     def load(split: str) -> Dataset:

@@ -49,9 +49,9 @@ def value_and_grad(
 
     A model of :func:`pipeline_parallel` is trained by a schedule of ``micro_batches``. All ranks of
     ``mesh["pp"]`` have the same arguments, and call ``fn``, which calls the model once: there the model is this rank's
-    stage, and what ``fn`` computes after it counts on the last one alone. What a loss has besides, of parameters or of
-    activations inside the model, each stage gives by :func:`stage_loss`. Gradients of what several stages hold (an
-    embedding that is the head, too) are added up.
+    stage, and what ``fn`` computes after it counts on the last one alone. Each stage adds terms of the loss that are
+    made of parameters, or of activations inside the model, by :func:`stage_loss`. Gradients of a parameter that
+    several stages hold (an embedding that is the head, too) are added up.
 
     The call returns while it still computes, as ``mx.async_eval`` does. It cannot be inside ``mx.compile``; what
     ``fn`` calls can.
@@ -82,7 +82,8 @@ def value_and_grad(
         of the loss that :func:`stage_loss` does not give; if arrays do not divide into micro-batches; if the tokens
         are not one number. It raises Mismatch, on all ranks and with the first parameter that differs, if in the first
         call, or after parameters were frozen, the ranks' parameters, their dtypes or which of them are frozen differ.
-        What ``fn`` raises later on one rank ends the operations of all ranks: the others raise Aborted with its text.
+        An error of ``fn`` in a later call on one rank ends the operations of all: the others raise Aborted with its
+        text.
 
     Raises:
         InvalidArgument: on all ranks: an argument is not what it should be on one of them.

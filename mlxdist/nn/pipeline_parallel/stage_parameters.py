@@ -27,7 +27,7 @@ class StageParameters:
         self.shared_groups = list(self._shared.values())
 
     def holders(self, path: str) -> list[int]:
-        """Which stages hold the parameter at ``path``."""
+        """The stages that hold the parameter at ``path``."""
         if (number := self._layer_of(path)) is not None:
             return [part % self._stages for part, pair in enumerate(self._ranges) if number in range(*pair)]
         for module, when in self._layers.outside.items():
@@ -40,15 +40,15 @@ class StageParameters:
         return self._shared.get(tuple(self.holders(path)))
 
     def counts(self, path: str, chunk: int | None) -> bool:
-        """Whether virtual stage ``chunk`` of this rank, or with ``None`` the rank, counts the parameter at ``path``:
-        one of all does."""
+        """Whether virtual stage ``chunk`` of this rank, or with ``None`` this rank, counts the parameter at ``path``:
+        exactly one of all stages counts it."""
         if self.holders(path)[0] != self._index or chunk is None:
             return self.holders(path)[0] == self._index
         number = self._layer_of(path)
         return chunk == 0 if number is None else number in self._chunks[chunk]
 
     def is_in_chunk(self, path: str, chunk: int) -> bool:
-        """Whether a virtual stage of this rank may use the parameter at ``path``: not those of others' layers."""
+        """Whether a virtual stage of this rank may use the parameter at ``path``: one of its layers, or of no layer."""
         number = self._layer_of(path)
         return number is None or number in self._chunks[chunk]
 

@@ -44,14 +44,14 @@ class Benchmark:
     Name and help of the command are those of the function.
 
     Attributes:
-        workload: what the ranks measure cases with; `Runner.run` starts them.
+        workload: the class that the ranks measure cases with; `Runner.run` starts the ranks.
         show: prints the tables of results, as a `Comparison` does.
-        targets: what results should reach. They are printed, and are part of what is written.
+        targets: makes the targets that the results should reach; they are printed, and written with the results.
         draw: draws results by matplotlib, into the file of the function's option ``picture``.
         repeats: the default of --repeats; None for a benchmark without it.
-        parameters: of all runs; by default those of layers, which compute.
-        max_ranks: of all hosts together.
-        two_ranks_here: there is no choice of ranks and hosts.
+        parameters: parameters of all runs; by default those of layers, which compute.
+        max_ranks: the most ranks, on all hosts together.
+        two_ranks_here: whether it always runs two ranks on this machine, without a choice of ranks and hosts.
     """
 
     workload: type[BenchmarkWorkload]
@@ -107,7 +107,7 @@ def finish(
     """Writes files, prints JSON or tables, and exits: with status 1 for wrong results and files that are not written.
 
     Args:
-        files: what writes them, besides the JSON in ``output``.
+        files: further files besides ``output``, each with the function that writes it.
     """
     text = json.dumps(results, indent=2)
     files = dict(files or {})

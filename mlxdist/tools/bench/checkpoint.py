@@ -48,7 +48,7 @@ class CheckpointSaves(BenchmarkWorkload):
 
 
 class Training:
-    """A model of linear layers, data-parallel. ``nbytes``: of all that is saved."""
+    """Data-parallel training of a model of linear layers. ``nbytes``: the bytes that a save writes."""
 
     def __init__(self, case: dict[str, Any], checkpoints: mlxdist.train.Checkpoints, world: mlxdist.Group) -> None:
         self.checkpoints, self.world, self.steps = checkpoints, world, case["steps"]
@@ -77,7 +77,7 @@ class Training:
             mx.eval(self.model.parameters(), self.optimizer.state)
 
     def count_wrong(self) -> int:
-        """Elements of the model that the last checkpoint does not have as they were when it was saved."""
+        """Loads the last checkpoint, and counts the elements that differ from the model as it was saved."""
         self.checkpoints.load({"model": self.model})
         different = tree_map(lambda one, other: (one != other).sum(), self.model.parameters(), self.last)
         counts: Any = tree_flatten(different)

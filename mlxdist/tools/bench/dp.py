@@ -83,7 +83,7 @@ def targets(results: Results) -> list[Target]:
 
 
 def hidden(row: Row) -> float | None:
-    """The share of the communication; None where nothing of it was to be seen, or a time was refused."""
+    """The hidden share of the communication; None if the communication took no time, or a time was refused."""
     times = {name: result["microseconds"] for name, result in row.items()}
     if not all(times.values()):
         return None

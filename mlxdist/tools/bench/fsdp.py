@@ -113,7 +113,7 @@ def _loss(model: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def _shard_by_mlx(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Its documentation wraps layers; what is left are the embeddings, the last norm and the head."""
+    """Shards the layers, as MLX's documentation does, and the rest: the embeddings, the last norm and the head."""
     shard = partial(nn.fully_shard, group=group)
     model.model.layers = [shard(layer) for layer in model.model.layers]
     model.model.embed_tokens, model.model.norm = shard(model.model.embed_tokens), shard(model.model.norm)
@@ -121,7 +121,7 @@ def _shard_by_mlx(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def _add_sum_scatter(ring: mx.distributed.Group) -> None:
-    """nn.fully_shard calls it, and "[ring] sum_scatter not supported" is all that the ring says."""
+    """Gives the ring a sum_scatter, which nn.fully_shard calls; the ring's own raises "sum_scatter not supported"."""
     elsewhere = mx.distributed.sum_scatter
 
     def sum_scatter(x: mx.array, *, group: Any = None, stream: Any = None) -> mx.array:

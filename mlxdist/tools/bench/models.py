@@ -36,7 +36,7 @@ def make_model(family: str, hidden: int, dtype: mx.Dtype, layers: int = 1, vocab
 
 
 def make_qwen2(hidden: int, layers: int, vocabulary: int) -> qwen2.Model:
-    """A model that mlx-lm itself can have in stages."""
+    """A Qwen2 model: mlx-lm has a pipeline of its own for it, to compare with."""
     arguments = qwen2.ModelArgs(
         model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=hidden * 3,
         num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 128), rms_norm_eps=1e-6,

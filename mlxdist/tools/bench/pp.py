@@ -110,9 +110,9 @@ class Pipelines(BenchmarkWorkload):
         return tokens, dict(found)
 
     def _note_bubble(self, measured: list[list[float]], model: Any) -> None:
-        """That of the step that has ended, of all ranks, by the clock of this host; and how long F, I and W took.
+        """Records all ranks' bubble in the step that has ended, by this host's clock, and how long F, I and W took.
 
-        The last stage says that: the first sends no gradient, so its I is nothing and its W is both.
+        These times are the last stage's: the first sends no gradient, so its I is empty, and its W is both.
         """
         timeline = model.stage.timeline
         took = {kind: [one.end - one.start for one in timeline.spans[0] if one.action.kind == kind] for kind in "FIW"}
@@ -146,7 +146,7 @@ class Pipelines(BenchmarkWorkload):
 
 
 def _slow_down(layer: nn.Module) -> None:
-    """Makes it the layer of a rank that is half as fast: it computes everything twice."""
+    """Makes a layer half as fast, as on a slower rank: it computes everything twice."""
     from mlxdist.nn.interception import become
 
     kind: Any = type(layer)

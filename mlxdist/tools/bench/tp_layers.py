@@ -171,8 +171,8 @@ def variants(
 ) -> tuple[dict[str, Call], mx.array, int]:
     """Returns the calls by name, the result that they must give, and the bytes of this rank's weights.
 
-    A call whose name begins with "tp1" does nothing except on rank 0. One whose name ends in "compute" leaves its sums
-    out, so it gives another result.
+    A call whose name begins with "tp1" does nothing except on rank 0. If the name ends in "compute", the call leaves
+    its sums out, so it gives another result.
     """
     dense = model.model.layers[0]
     inputs = Inputs.random(dense, tokens, cached)

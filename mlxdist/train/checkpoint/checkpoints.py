@@ -102,7 +102,7 @@ class Checkpoints:
 
     @property
     def directory(self) -> Path:
-        """Where they lie: each in a directory ``step-00000100`` of its own."""
+        """The directory that holds them, each in a directory ``step-00000100`` of its own."""
         return self._directory
 
     def save(self, step: int, tree: Any, *, own: Any = None, cuts: Mapping[str, Cut] | None = None) -> None:
@@ -213,8 +213,8 @@ class Checkpoints:
         """Puts the last checkpoint into ``tree``, and returns its step; None, and nothing is changed, if there is none.
 
         Other ranks may have saved it, another number of them, and of a model that was sharded otherwise: each rank
-        reads the slices that it needs. What is only on other hosts' disks comes from there. Where the last one is
-        damaged, a warning says so, and the one before is loaded.
+        reads the slices that it needs, and gets those that are only on other hosts' disks from there. If the last
+        checkpoint is damaged, a warning says so, and the one before is loaded.
 
         Args:
             tree: as for :meth:`save`. Models are updated, objects with a ``state`` get that by ``restore(state)``, if
@@ -277,7 +277,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits. An error that ends the block stays the one that is raised."""
+        """Waits for the last save. An error that ends the block stays the one that is raised."""
         try:
             self.wait()
         except Exception as failure:
@@ -287,7 +287,7 @@ class Checkpoints:
 
     @property
     def _is_lead(self) -> bool:
-        """Whether this rank does what one of those that see the same directory does."""
+        """Whether this rank acts for all ranks that see the same directory."""
         return self._disks[self._group.rank()] == self._group.rank()
 
     def _collected(self, name: str, tree: Any, own: Any, cuts: Mapping[str, Cut] | None) -> tuple[State, State]:
@@ -302,7 +302,7 @@ class Checkpoints:
             raise InvalidArgument(f"Checkpoints.{name}: {error}") from None
 
     def _prepare(self, step: int) -> None:
-        """The directory: it is there, no other job saves into it, and it may have a checkpoint of this step."""
+        """Makes sure that the directory is there, no other job saves into it, and a checkpoint of ``step`` may be."""
         if not self._disks:
             token = gather(secrets.token_hex(4), self._group)[0]
             self._disks = gather(layout.find_disk(self._directory, token, self._group), self._group)
@@ -316,7 +316,7 @@ class Checkpoints:
         together(check, self._group)
 
     def _write(self, token: str, tensors: dict[str, Snapshot], manifest: Manifest, plan: SavePlan) -> None:
-        """In a thread of its own."""
+        """Writes a checkpoint; runs in a thread of its own."""
         path = layout.step_directory(self._directory, manifest.step)
         prune = lambda: layout.prune(
             self._directory, self._kept, manifest.step, self._damaged, len(set(self._disks)) == 1
@@ -343,7 +343,7 @@ class Checkpoints:
             )
 
     def _went_on_with(self, manifest: Manifest, problems: Problems, step: int | None) -> None:
-        """``problems``: of later checkpoints, if the last one was wanted."""
+        """Records the run that goes on. ``problems``: those of later checkpoints, if the last one was wanted."""
         self._runs.add(manifest.run)
         if step is not None:
             return

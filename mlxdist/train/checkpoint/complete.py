@@ -17,7 +17,7 @@ __all__ = ["Problems", "complete", "none_usable"]
 
 
 class Problems(dict[int, str]):
-    """Why checkpoints are not complete, by step. ``damaged``: those that have been complete."""
+    """Why checkpoints are not complete, by step. ``damaged``: the steps whose checkpoints have been complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class Problems(dict[int, str]):
 
 
 def complete(name: str, directory: Path, group: Group, problems: Problems) -> Iterator[Reader]:
-    """From the last step on, those whose files some ranks see, each whole as far as its size says. Collective.
+    """Yields readers of the complete checkpoints, the last step first: ranks see all files, in full size. Collective.
 
-    On disks of different hosts there may be different checkpoints of a step: then each that is complete. What is wrong
-    with others goes into ``problems``. ``name``: of the caller, for errors.
+    Disks of different hosts may have different checkpoints of a step: then each complete one is yielded. The problems
+    of the others go into ``problems``. ``name``: the caller's name, for errors.
 
     Raises:
         InvalidArgument, ResourceError: as :func:`steps`, on all ranks.
@@ -62,7 +62,7 @@ def none_usable(directory: Path, step: int | None, problems: Problems) -> Invali
 
 
 def _manifests(path: Path, step: int, group: Group, problems: Problems) -> list[Manifest]:
-    """Those that ranks have, without duplicates, in the order of the ranks."""
+    """The manifests that ranks have of a step, without duplicates, in the order of the ranks."""
     own, problem = None, ""
     try:
         own = Manifest.read(path).to_text()

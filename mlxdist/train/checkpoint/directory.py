@@ -69,11 +69,11 @@ def file_name(rank: int, ranks: int, token: str) -> str:
 
 
 def steps(name: str, directory: Path) -> list[int]:
-    """In ascending order, of all that have a directory, complete or not. ``name``: the caller, for errors.
+    """The steps that have a directory, in ascending order, complete or not. ``name``: the caller's, for errors.
 
     Raises:
         InvalidArgument: the directory is a file.
-        ResourceError: it cannot be read.
+        ResourceError: the directory cannot be read.
     """
     try:
         names = os.listdir(directory)
@@ -87,7 +87,7 @@ def steps(name: str, directory: Path) -> list[int]:
 
 
 def size_of(path: Path, file: File) -> os.stat_result | None:
-    """Where this rank sees the file, whole as far as its size says."""
+    """The status of a file that this rank sees in full size; otherwise None."""
     try:
         found = (path / file.name).stat()
     except OSError:
@@ -122,8 +122,8 @@ def find_disk(directory: Path, token: str, group: Group) -> int:
 
 
 class Lock:
-    """That of the job that saves into a directory, while there is such an object; the system releases it when the
-    process ends, however.
+    """The lock of the job that saves into a directory, held while there is such an object. The system releases it when
+    the process ends, in whatever way.
 
     Raises:
         InvalidArgument: another process has it.
@@ -171,12 +171,12 @@ def _locked(path: Path) -> BinaryIO:
 def require_next(
     directory: Path, step: int, runs: Collection[str], known: Collection[int], damaged: Collection[int]
 ) -> None:
-    """A checkpoint of ``step`` may be saved: none is later, and the last one is of these runs.
+    """Requires that a checkpoint of ``step`` may be saved: none is later, and the last one is of these runs.
 
-    ``known``: steps of which that is known already; ``damaged``: those that do not count.
+    ``known``: steps whose runs are known to be among these; ``damaged``: steps that do not count.
 
     Raises:
-        InvalidArgument: it may not.
+        InvalidArgument: it may not be saved.
     """
     for found in reversed(steps("Checkpoints.save", directory)):
         path = step_directory(directory, found)
@@ -234,7 +234,8 @@ def prune(
 
 
 def remove(path: Path, keep: Collection[str] = ()) -> None:
-    """For good: it is gone after a loss of power, too. The manifest goes first; files that are not ours stay.
+    """Removes a checkpoint for good: after a loss of power it is gone, too. The manifest goes first; files that are not
+    ours stay.
 
     Raises OSError.
     """

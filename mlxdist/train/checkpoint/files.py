@@ -52,7 +52,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Unusable(Exception):
-    """The text goes on after the name of the file or the checkpoint."""
+    """A file or a checkpoint cannot be used. The text continues a sentence that begins with its name."""
 
 
 class Snapshot(NamedTuple):
@@ -63,12 +63,12 @@ class Snapshot(NamedTuple):
     data: memoryview
 
     def first(self, length: int) -> "Snapshot":
-        """The first elements of a flat one."""
+        """The first elements of a flat array's snapshot."""
         return Snapshot(self.dtype, (length,), self.data[: length * (len(self.data) // self.shape[0])])
 
 
 class TensorFile(WeightFile):
-    """Raises Unusable."""
+    """A file of weights that raises Unusable where it is damaged or cannot be read."""
 
     def damaged(self, what: str) -> Exception:
         return self.unusable(f"is damaged: {what}")
@@ -78,14 +78,14 @@ class TensorFile(WeightFile):
 
 
 def dtype_name(array: mx.array) -> str:
-    """As safetensors has it."""
+    """The name of an array's dtype in safetensors."""
     return _NAMES[array.dtype]
 
 
 def take_snapshots(arrays: Mapping[str, mx.array]) -> dict[str, Snapshot]:
-    """Nothing is copied where an array is contiguous: MLX writes none in place that something else refers to.
+    """Takes snapshots. A contiguous array is not copied: MLX writes no array in place that has another reference.
 
-    On the CPU's stream: the arrays must be evaluated.
+    It runs on the CPU's stream, so the arrays must be evaluated.
     """
     flat = {
         name: mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu).view(mx.uint8, stream=mx.cpu)
@@ -101,7 +101,7 @@ def take_snapshots(arrays: Mapping[str, mx.array]) -> dict[str, Snapshot]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the size of the file, and its CRC-32. Raises OSError: not all of it could be written."""
+    """Writes a file. Returns its size and its CRC-32. Raises OSError: not all of it could be written."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -123,7 +123,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping
 
 
 def crc32_of(path: Path) -> str:
-    """Of all bytes of a file. Raises OSError."""
+    """The CRC-32 of all bytes of a file. Raises OSError."""
     crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     if not path.is_file():  # reading a named pipe would never end
         raise OSError(errno.ENOENT, "no file is there")
@@ -134,7 +134,7 @@ def crc32_of(path: Path) -> str:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A small file in place of another one, if there is one. Raises OSError."""
+    """Writes a small file, in place of the one that may be there. Raises OSError."""
     temporary = path.with_name(f"{path.name}.writing")
     try:
         with temporary.open("wb") as file:
@@ -149,7 +149,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings the names in a directory to the disk."""
+    """Writes the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, ``manifest.json``: which files it consists of, and what of which array is where.
+"""The manifest of a checkpoint, ``manifest.json``: its files, and which file has which part of each array.
 
 It is written last, when the files of all ranks are on the disk, and replaced atomically: a directory without one is no
-checkpoint. It has a CRC-32 of each file and of itself. They find accidents: those who may write the files can make
-others. CRC-32 takes a sixth of the time of writing, SHA-256 more than the writing itself.
+checkpoint. It has a CRC-32 of each file and of itself. These find accidents, not forgery: whoever may write the files
+can compute new ones. CRC-32 takes a sixth of the time of writing, SHA-256 more than the writing itself.
 """
 
 import json
@@ -25,7 +25,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class File:
-    """One rank's file: its size in bytes, and the CRC-32 of all of them in hexadecimal."""
+    """A rank's file: its name, its size in bytes, and the CRC-32 of its bytes in hexadecimal."""
 
     name: str
     size: int
@@ -44,18 +44,18 @@ class Array:
 
 @dataclass
 class Manifest:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        step, run: of which it is; see ``mlxdist.runtime.group.default_group.current_run``.
-        saved: when, in UTC, as ISO 8601.
-        ranks: that have written it.
-        mesh: the sizes of its axes, if there was a mesh.
-        versions: of mlxdist and MLX.
-        files: by the numbers that the arrays have for them.
-        arrays: by path. What a rank has of its own begins with its number: ``0/rng``.
+        step, run: the step and the run that it is of; see ``mlxdist.runtime.group.default_group.current_run``.
+        saved: the time of the save, in UTC, as ISO 8601.
+        ranks: the number of ranks that have written it.
+        mesh: the sizes of the mesh's axes, if there was a mesh.
+        versions: the versions of mlxdist and MLX.
+        files: the files, in the order of the numbers by which the arrays refer to them.
+        arrays: the arrays by path. The path of a rank's own array begins with the rank's number: ``0/rng``.
         values: the leaves of the tree that are no arrays, by path.
-        kinds: of the optimizers, by path. Checkpoints of mlxdist 0.1 have none.
+        kinds: the kinds of the optimizers, by path. Checkpoints of mlxdist 0.1 have none.
     """
 
     step: int
@@ -70,12 +70,12 @@ class Manifest:
     kinds: dict[str, str] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Writes the manifest. Raises OSError."""
         write_synced(directory / MANIFEST, self.to_text().encode())
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Raises Unusable: there is none, or it is damaged."""
+        """Reads the manifest of a directory. Raises Unusable: there is none, or it is damaged."""
         path = directory / MANIFEST
         if path.exists() and not path.is_file():  # reading a named pipe would never end
             raise Unusable(f"has a {MANIFEST} that is no file")
@@ -88,7 +88,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: bytes) -> "Manifest":
-        """Raises Unusable: it is damaged."""
+        """Parses a manifest. Raises Unusable: it is damaged."""
         try:
             document = parse_json(text)
             found = document["manifest"]
@@ -106,7 +106,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files together."""
         return sum(file.size for file in self.files)
 
     def _to_json(self) -> str:
@@ -132,18 +132,18 @@ class Manifest:
 
 
 def stored(cut: Cut) -> Cut:
-    """As a file has it: without the ranks' groups, and without the zeros at the end of what is flat."""
+    """The cut as a file has it: without the ranks' groups, and without the zeros at the end of a flat array."""
     length = 0 if cut.flat is None else cut.flat[1] - cut.flat[0]
     return replace(cut, groups=(), copies=Cut.full(cut.shape).copies, length=length)
 
 
 def cut_to_json(cut: Cut) -> list[Any]:
-    """Nothing for a full array: then the shape says it all."""
+    """The cut for JSON; an empty list for a full array, whose shape is enough."""
     return [] if stored(cut) == Cut.full(cut.shape) else [cut.ranges, cut.flat]
 
 
 def cut_from_json(shape: list[int], found: list[Any]) -> Cut:
-    """Of an array of ``shape``."""
+    """The cut of an array of ``shape``, from JSON."""
     full = Cut.full(shape)
     if not found:
         return full

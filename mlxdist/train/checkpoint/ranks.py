@@ -1,4 +1,4 @@
-"""What the ranks have to know of each other for a checkpoint, from any thread: by collectives of NumPy arrays."""
+"""Exchanges values between ranks for a checkpoint, from any thread: by collectives of NumPy arrays."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def gather(value: Any, group: Group) -> list[Any]:
-    """What each rank gives, a value of JSON, on every rank."""
+    """Returns the values of all ranks, on every rank. Each must be JSON."""
     if group.size() == 1:
         return [value]
     return [parse_json(blob) for blob in gather_blobs(json.dumps(value).encode(), group)]
@@ -26,8 +26,8 @@ def together(function: Callable[[], Any], group: Group) -> list[Any]:
     """Calls ``function``, which does not communicate, on every rank. Returns the results of all, values of JSON.
 
     Raises:
-        Error: on all ranks, where it raised on one, with the name and the text of the lowest; but where that is this
-            rank, and what it raised is of another family, that.
+        Error: on all ranks, if ``function`` raised on one: the error of the lowest such rank, by its name and text. If
+            that is this rank, and its exception is no Error, it raises the exception itself.
     """
     result: Any = None
     failure: Exception | None = None
@@ -48,7 +48,7 @@ def together(function: Callable[[], Any], group: Group) -> list[Any]:
 
 
 def each(function: Callable[[], _T], group: Group) -> _T:
-    """The same for a function whose results stay where they are, and may be anything."""
+    """Calls ``function`` as :func:`together` does. Its results may be anything, and stay on their ranks."""
     results: list[_T] = []
     together(lambda: results.append(function()), group)
     return results[0]

@@ -1,7 +1,7 @@
 """Reads what a rank needs of a checkpoint: whole files once, to compare their CRC-32, then the needed slices alone.
 
-Each file is compared by one of the ranks that see it. What a rank needs of a file that it does not see comes from one
-that does, over the group.
+Each file is compared by one of the ranks that see it. Slices of a file that a rank does not see come from a rank that
+sees it, over the group.
 """
 
 import itertools
@@ -40,9 +40,10 @@ class Common(NamedTuple):
 
 
 class Reader:
-    """One checkpoint, whose manifest all ranks have. Collective, but for what a group of one does.
+    """Reads a checkpoint whose manifest all ranks have. Collective; a group of one does not communicate.
 
-    ``bytes_read``: of arrays, from this rank's files, and ``bytes_sent``: to other ranks; both after :meth:`read`.
+    ``bytes_read``: bytes of arrays read from this rank's files; ``bytes_sent``: those sent to other ranks. Both are
+    known after :meth:`read`.
     """
 
     def __init__(self, path: Path, manifest: Manifest, group: Group) -> None:
@@ -61,7 +62,7 @@ class Reader:
         return None
 
     def verify(self) -> str | None:
-        """What is wrong with a file, the same on all ranks; None if all are as they were written."""
+        """Returns a problem with a file, the same on all ranks; None if all files are as they were written."""
 
         def compare() -> str | None:
             for number, file in enumerate(self.manifest.files):
@@ -80,10 +81,10 @@ class Reader:
         return next((problem for problem in together(compare, self.group) if problem), None)
 
     def read(self, wanted: Mapping[str, Cut]) -> dict[str, mx.array]:
-        """This rank's part of each array.
+        """Returns this rank's part of each array.
 
         Raises:
-            Unusable: on all ranks, where one cannot read its files.
+            Unusable: on all ranks, if one cannot read its files.
         """
         arrays: dict[str, mx.array] = {}
         failure: Unusable | None = None
@@ -122,7 +123,7 @@ class Reader:
         return [number for number, seen in enumerate(self._seen[self.group.rank()]) if seen]
 
     def _compared_here(self) -> set[int]:
-        """Of each file, and of each copy of it, one rank compares it; the ranks share the files."""
+        """The files that this rank compares: one rank compares each copy of a file, and the ranks share the work."""
         found = set()
         for number in self._here():
             own = self._seen[self.group.rank()][number]
@@ -165,7 +166,7 @@ class Reader:
             raise Unusable(f"has not all parts of {path}")
 
     def _parts(self, path: str, wanted: Cut) -> list[tuple[int, Cut]]:
-        """Those that a rank reads: one alone, if it is just what the rank wants."""
+        """The parts that a rank reads: a single one if it is exactly the part that the rank wants."""
         parts = self.manifest.arrays[path].parts
         equal = [part for part in parts if part[1] == stored(wanted)]
         return equal[:1] or parts
@@ -175,7 +176,7 @@ class Reader:
         return seeing[number % len(seeing)]
 
     def _carry(self, path: str, data: np.ndarray | None, common: Common, source: int, target: int) -> np.ndarray | None:
-        """From one rank to another; what this rank has to place itself, or None."""
+        """Carries data from rank ``source`` to rank ``target``. Returns it on ``target``, and None on the source."""
         if source == target:
             return data
         if data is not None:

@@ -1,4 +1,4 @@
-"""Resharding: whether a checkpoint of other ranks fits a tree, and what of it this rank needs."""
+"""Resharding: whether a checkpoint of other ranks fits a tree, and which parts of it this rank needs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["match"]
 
 
 def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, Any]]:
-    """Of a checkpoint: the arrays that a rank needs for its state, with how they are cut there; and the values.
+    """Returns the arrays of a checkpoint that a rank needs for its state, with the rank's cuts, and the values.
 
     Raises:
-        InvalidArgument: it has not all of it, or other shapes or dtypes, or more parameters of a model; or it has the
-            state of another optimizer.
+        InvalidArgument: the checkpoint lacks a part of the state, has other shapes or dtypes, or more parameters of a
+            model; or it has the state of another optimizer.
     """
     for path, kind in state.kinds.items():
         _check_optimizer(manifest, state, path, kind)
@@ -44,7 +44,7 @@ def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, A
 
 
 def _check_optimizer(manifest: Manifest, state: State, path: str, kind: str) -> None:
-    """The arrays of an optimizer for a parameter are those that the checkpoint has for it, if both have some."""
+    """Requires that an optimizer has the same arrays for a parameter as the checkpoint, if both have some."""
     saved, here = (_by_owner(arrays, path) for arrays in (manifest.arrays, state.arrays))
     different = [owner for owner in here.keys() & saved.keys() if here[owner] != saved[owner]]
     before = manifest.kinds.get(path, kind)
@@ -62,7 +62,7 @@ def _check_optimizer(manifest: Manifest, state: State, path: str, kind: str) -> 
 
 
 def _by_owner(arrays: Mapping[str, Any], above: str) -> dict[str, set[str]]:
-    """The names of the arrays below ``above``, by what they belong to."""
+    """The names of the arrays below ``above``, by the path that they belong to."""
     found: dict[str, set[str]] = {}
     for path in arrays:
         if _is_below(path, above):
@@ -93,7 +93,7 @@ def _is_parameter(path: str, state: State) -> bool:
 
 
 def _is_below(path: str, above: str) -> bool:
-    """Everything of the tree is below nothing, but not what a rank has of its own."""
+    """Whether a path is below another. All of the tree is below "", but not what a rank has of its own."""
     return path.startswith(f"{above}.") if above else "/" not in path
 
 

@@ -1,4 +1,4 @@
-"""What each rank writes of the ranks' states, and the thread that writes it."""
+"""Saves a checkpoint: plans which rank writes which arrays, compares the ranks' states, and writes the files."""
 
 import contextlib
 import math
@@ -31,9 +31,9 @@ class SavePlan:
 
     Attributes:
         writers: the ranks that have a file, which are numbered in this order.
-        arrays: of the manifest.
-        mine: the paths of what this rank writes.
-        same: of each path of this rank, the ranks that hold the same of it.
+        arrays: the arrays of the manifest.
+        mine: the paths of the arrays that this rank writes.
+        same: for each path of this rank, the ranks that hold the same part of the array.
     """
 
     cuts: dict[str, Cut]
@@ -48,7 +48,7 @@ class SavePlan:
 
 
 def make_plan(state: State, group: Group) -> SavePlan:
-    """Collective. What several ranks hold is written by the one of them that has the least to write until then.
+    """Plans a save. Collective. A part that several ranks hold goes to the one of them with the least to write so far.
 
     Raises:
         InvalidArgument: ranks have different dtypes or full shapes of an array.
@@ -88,8 +88,8 @@ def require_equal(plan: SavePlan, state: State, snapshots: Mapping[str, Snapshot
     """The values of all ranks. Collective.
 
     Raises:
-        InvalidArgument: ranks that should have the same of an array or of a value have not; of large arrays some bytes
-            are compared.
+        InvalidArgument: ranks differ in an array or a value that they should have alike; of large arrays, only some
+            bytes are compared.
     """
     everyones = gather([state.values, _digests(plan, snapshots, lambda path, ranks: str(ranks))], group)
     values: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def write(
     """Writes this rank's file; then, when all have theirs, the manifest; then removes what is not to stay. Collective.
 
     Args:
-        directory: of the step.
+        directory: the directory of the step.
         token: names the files of this save.
         is_lead: whether this rank writes the manifest, and removes, in its directory.
 
@@ -179,7 +179,7 @@ def _sample(data: memoryview) -> bytes:
 def _digests(
     plan: SavePlan, snapshots: Mapping[str, Snapshot], key_of: Callable[[str, list[int]], str]
 ) -> dict[str, int]:
-    """Of what several ranks hold, by key."""
+    """Digests of the parts that several ranks hold, by key."""
     digests: dict[str, int] = {}
     for path, ranks in plan.same.items():
         if len(ranks) > 1:

@@ -1,7 +1,7 @@
-"""What is saved of a tree: arrays and how they are cut, and values; and how they get back into it.
+"""Collects the arrays of a tree, with their cuts, and its values for a checkpoint, and puts them back into the tree.
 
-A tree is of dicts and lists. In them are arrays, values of JSON, models, and what has a state: optimizers, positions in
-data.
+A tree consists of dicts and lists. They hold arrays, values of JSON, models, and objects with a state: optimizers,
+positions in data.
 """
 
 import math
@@ -25,17 +25,17 @@ _VALUES = (bool, int, float, str, type(None))
 
 @dataclass
 class State:
-    """What a rank has of a tree, by path.
+    """A rank's part of a tree, by path.
 
     Attributes:
-        arrays: of this rank.
-        cuts: how each is a part of a full one.
+        arrays: the arrays of this rank.
+        cuts: how each array is cut from the full one.
         values: leaves that are no arrays.
         modules: how the parameters of each model are cut.
-        stateful: the paths of objects with a state. What is below them may be less than what a checkpoint has: an
-            optimizer that has done no step has no moments.
+        stateful: the paths of objects with a state. A checkpoint may have more arrays below them than the objects now:
+            an optimizer that has done no step has no moments.
         kinds: the kind of each optimizer among them.
-        elsewhere: the parameters of the models that other ranks have, and this one has not: of other stages.
+        elsewhere: the parameters of the models that only other ranks have, since they are of other stages.
     """
 
     arrays: dict[str, mx.array] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class State:
         return {name for cuts in self.modules.values() for name in cuts}
 
     def add_cut(self, path: str, array: mx.array) -> None:
-        """Of an array that belongs to no module: that of the parameter for which an optimizer has it."""
+        """Adds the cut of an array that belongs to no module: that of the parameter for which an optimizer has it."""
         cut = self.cut_of_parameter(path)
         if cut is None or (not cut.is_full and array.size == 1 and math.prod(cut.local_shape) != 1):
             cut = Cut.full(array.shape)  # such as a number of steps for each parameter
@@ -78,9 +78,9 @@ class State:
         self.cuts[path] = cut
 
     def cut_of_parameter(self, path: str) -> Cut | None:
-        """That of the parameter whose path is in this one: ``layers.0.weight`` of ``optimizer.layers.0.weight.m``.
+        """The cut of the parameter whose path is part of this: ``layers.0.weight`` in ``optimizer.layers.0.weight.m``.
 
-        Of several modules that one which is nearest in the tree.
+        If several modules have such a parameter, the one nearest to ``path`` in the tree counts.
         """
         parts = list(_parts(path))
         found: dict[str, Cut] = {}
@@ -90,19 +90,19 @@ class State:
         return found[max(found, key=lambda module: _common(module, path))] if found else None
 
     def is_elsewhere(self, path: str) -> bool:
-        """Whether that is of a parameter which only other ranks have."""
+        """Whether a path belongs to a parameter that only other ranks have."""
         return self.cut_of_parameter(path) is None and any(part in self.elsewhere for part in _parts(path))
 
 
 def collect(
     tree: Any, cuts: Mapping[str, Cut] | None = None, prefix: str = "", *, trainable_only: bool = False
 ) -> State:
-    """``cuts``: of arrays of the tree itself, by path. ``prefix``: of all paths; then each array is full.
-    ``trainable_only``: without the frozen parameters of models.
+    """Collects a tree. ``cuts``: those of arrays of the tree itself, by path. ``prefix``: begins all paths; each array
+    is full then. ``trainable_only``: leaves out the frozen parameters of models.
 
     Raises:
-        InvalidArgument: something in it is none of these; a key has a dot or a slash, is
-            empty or a number as in a list, or no string; a number is not finite; it is not known how an array is cut.
+        InvalidArgument: the tree has something else in it; a key has a dot or a slash, is empty or a number as in a
+            list, or no string; a number is not finite; it is not known how an array is cut.
     """
     state, stateful = State(), []
     given = dict(cuts or {})
@@ -133,7 +133,7 @@ def collect(
 
 
 def put_back(tree: Any, saved: Mapping[str, Any], prefix: str = "") -> Any:
-    """Puts arrays and values, by path, into the tree, in place. Returns what stands for it in the tree above."""
+    """Puts arrays and values, by path, into the tree, in place. Returns the node to put into the tree above."""
     if isinstance(tree, nn.Module):
         tree.update(_below(prefix, saved))
     elif isinstance(tree, dict):
@@ -170,7 +170,7 @@ def _with_empty(saved: Any, own: Any) -> Any:
 
 
 def _kind(optimizer: optim.Optimizer) -> str:
-    """What has to be equal where the state of an optimizer is loaded."""
+    """The kind of an optimizer, which must be equal where its state is loaded."""
     if isinstance(optimizer, optim.MultiOptimizer):
         return f"MultiOptimizer({', '.join(map(_kind, optimizer.optimizers))})"
     return getattr(optimizer, "kind", type(optimizer).__name__)
@@ -199,7 +199,7 @@ def _add(state: State, path: str, leaf: Any, given: dict[str, Cut]) -> None:
 
 
 def _nodes(tree: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What is in dicts and lists, with its path. ``above``: the ids of those that contain this one."""
+    """Yields the leaves and models of a tree with their paths. ``above``: the ids of the containers around it."""
     if isinstance(tree, nn.Module) or not isinstance(tree, dict | list | tuple):
         yield path, tree
         return
@@ -232,7 +232,7 @@ def _join(path: str, key: str | int) -> str:
 
 
 def _parts(path: str) -> Iterator[str]:
-    """Of "a.b.c": "a.b.c", "a.b", "a", "b.c", "b", "c"."""
+    """Yields each run of names in a path: for "a.b.c", "a.b.c", "a.b", "a", "b.c", "b", "c"."""
     names = path.split(".")
     return (".".join(names[a:b]) for a in range(len(names)) for b in range(len(names), a, -1))
 

@@ -34,7 +34,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Of what the module itself has, which can be frozen."""
+        """The name of the module's own entry that the parameter is in; modules freeze by these names."""
         return self.path.partition(".")[0]
 
 
@@ -57,15 +57,15 @@ class FlatShards:
     """Parameters of one dtype, flattened one after the other; rank r holds elements ``r * length`` and the next ones.
 
     So a rank holds all of some parameters, a part of at most two, and nothing of the others: its array has size 0
-    there. What all ranks hold, joined, is the vector itself, and every parameter a view of it. Zeros fill it up to a
-    multiple of the ranks: fewer elements than there are ranks, however many parameters there are.
+    there. The shards of all ranks, joined, are the vector itself, and every parameter is a view of it. Zeros fill it up
+    to a multiple of the ranks: fewer elements than there are ranks, however many parameters there are.
 
     Attributes:
         slots: the parameters, in the order in which they are in the vector.
-        dtype: of all of them.
-        shapes: of the full parameters.
-        length: of the shard that each rank holds, in elements.
-        ranges: of each parameter, from where to where this rank holds its elements.
+        dtype: the dtype of all of them.
+        shapes: the shapes of the full parameters.
+        length: the elements of the shard that each rank holds.
+        ranges: for each parameter, from where to where this rank holds its elements.
     """
 
     def __init__(self, slots: Sequence[Slot], rank: int, ranks: int) -> None:
@@ -93,7 +93,7 @@ class FlatShards:
         return [slot.array for slot in self.slots]
 
     def pack_shards(self, shards: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
-        """What this rank sends: shape (length,)."""
+        """The vector that this rank sends: shape (length,)."""
         return _joined([array if dtype is None else array.astype(dtype) for array in shards], self.length)
 
     def unpack(self, vector: mx.array) -> list[mx.array]:

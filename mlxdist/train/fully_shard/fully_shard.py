@@ -45,11 +45,11 @@ def fully_shard(
     messages of a unit travel while others compute. ``nn.value_and_grad`` and every optimizer of MLX that works
     elementwise then train as on one process with the batches of all ranks.
 
-    A module without lists of modules, such as a block, is one unit. Of a model, each module in its outermost lists
-    (its layers) is one, and so is each other module that has parameters. What is a unit already stays as it is.
+    A module without lists of modules, such as a block, is one unit. In a model, each module in its outermost lists
+    (its layers) is one, and so is each other module that has parameters. A module that is a unit already stays one.
 
-    ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054; in PyTorch: Zhao et al. 2023, arXiv:2304.11277. For a model whose
-    parameters have P bytes, n ranks send in one step, each:
+    ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054; in PyTorch: Zhao et al. 2023, arXiv:2304.11277. In one step of a
+    model with parameters of P bytes, n ranks send, each:
 
         stage 3    3 (n - 1) / n P    and hold parameters, gradients and optimizer state of P / n, and about two units
         stage 1, 2, or reshard_after_forward=False
@@ -192,7 +192,7 @@ def _outside_units(module: nn.Module, seen: set[int]) -> list[nn.Module]:
 
 
 def _flats(owners: list[nn.Module], group: Group) -> tuple[list[FlatShards], list[Slot]]:
-    """What is sharded of the modules' own parameters, by dtype and whether it is trained, and what is not."""
+    """The modules' own parameters: shards, by dtype and by whether they are trained, and those that stay full."""
     sharded: dict[tuple[bool, str], list[Slot]] = {}
     replicated = []
     for owner in owners:
@@ -221,7 +221,7 @@ def _cuts(root: nn.Module, flats: list[FlatShards], group: Group) -> dict[str, C
 
 @cache
 def _sharded(kind: Any) -> type[nn.Module]:
-    """``kind``, whose calls are those of a unit."""
+    """Returns a subclass of ``kind`` whose calls are those of a unit."""
     methods: dict[str, Any] = {name: _method(getattr(kind, name)) for name in METHODS if hasattr(kind, name)}
     methods["cuts"] = lambda self: self._cuts
     return type(kind.__name__, (kind,), methods | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})

@@ -1,4 +1,4 @@
-"""One unit of fully_shard: parameters that one message gathers where a module is called, and that are free after it."""
+"""A unit of fully_shard: parameters that one message gathers where a module is called, and that are free after it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -34,7 +34,7 @@ METHODS = ("__call__", "as_linear")
 
 
 class UnitChannel(Channel):
-    """For the parameters and gradients of units."""
+    """A channel for the parameters and gradients of units."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -44,8 +44,8 @@ class UnitChannel(Channel):
 
 
 class UnitOrder(Order):
-    """In which order the units of a model communicate: that of the calls and of their gradients. The graph depends on
-    the shapes of this rank's batch."""
+    """The order in which the units of a model communicate: that of the calls and of their gradients. MLX's own order
+    would not do, since the graph depends on the shapes of this rank's batch."""
 
     current: ContextVar["UnitOrder | None"] = ContextVar("current", default=None)
     latest: Callable[[], "UnitOrder | None"] = lambda: None  # weak: of what is not evaluated yet
@@ -58,9 +58,9 @@ class UnitOrder(Order):
 
     @classmethod
     def of(cls, traced: Arrays) -> "UnitOrder":
-        """For a unit that is called by itself with ``traced``: that of the ones before it in the same trace.
+        """Returns the order for a unit called by itself with ``traced``: that of the units before it in the same trace.
 
-        So layers that are units without a model around, as MLX's fully_shard has them, share one.
+        So layers that are units without a model around, as MLX's fully_shard has them, share one order.
         """
         order = cls.latest()
         # MLX takes the mark from arrays when their trace ends.
@@ -222,7 +222,7 @@ class Unit:
             return self._mean(order, total)
 
     def average(self, order: UnitOrder, array: mx.array) -> mx.array:
-        """The mean of what every rank has."""
+        """The mean of all ranks' arrays."""
         with self._labeled("replicated gradients"):
             return self._mean(order, order.carry_out(self.channel.add_up, array))
 
@@ -236,7 +236,7 @@ class Unit:
 
 
 class _Pass:
-    """One call of a unit in a function that is differentiated, from the forward to the backward pass."""
+    """A call of a unit in a function that is differentiated, from the forward to the backward pass."""
 
     def __init__(self, unit: Unit, order: UnitOrder, reshards: bool) -> None:
         self.unit, self.order, self.reshards = unit, order, reshards
@@ -449,7 +449,7 @@ def _traced_in(tree: Tree) -> tuple[Arrays, Callable[[Arrays], Tree]]:
 
 
 class _Hole:
-    """Where an array was."""
+    """A mark in a tree where an array was."""
 
 
 @cache
