@@ -208,6 +208,7 @@ class Batches:
 @lru_cache(maxsize=4)  # two epochs of two datasets
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(count) by NumPy's raw bits: these, unlike its permutations, never change (NEP 19)."""
+    # Stable, so that the order of equal numbers does not depend on NumPy's algorithm either.
     return np.argsort(np.random.PCG64(mix("epoch", seed, epoch)).random_raw(count), kind="stable")
 
 

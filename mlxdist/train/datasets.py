@@ -121,6 +121,7 @@ def _of_hugging_face(directory: Path, split: str, tokenizer: Any, config: Simple
 def _document(file: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     if data:
         try:
+            # Editors on Windows begin a file with a byte order mark, which is no part of the text.
             yield str(file), {"text": data.decode("utf-8-sig")}
         except UnicodeDecodeError as error:
             raise InvalidArgument(f"load_dataset: {file}: byte {error.start} is not UTF-8") from None

@@ -40,6 +40,8 @@ class FullModelGradients:
         sums = self._first
         for number in range(1, len(self._micro_batches)):
             sums = {place: array.astype(sum_dtype(array.dtype)) for place, array in sums.items()}
+            # Each micro-batch is evaluated by itself: in one graph, the activations of all of them could be alive at
+            # once, and a batch that is larger than the memory is what micro-batches are for.
             mx.async_eval(sums, _arrays(self._loss.values[-1]), self._loss.kept_gradients)
             for place, array in self._differentiate(number).items():
                 sums[place] = sums[place] + array.astype(sums[place].dtype)

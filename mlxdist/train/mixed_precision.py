@@ -229,6 +229,7 @@ class MixedPrecision(optim.Optimizer):
         """The old parameters and masters in place of the new ones, and the state of before, if a gradient of any rank
         is not finite."""
         flat: Any = tree_flatten(gradients)
+        # Chosen by mx.where and not by a branch, which would evaluate here and could not be inside mx.compile.
         finite = mx.stack([mx.array(True), *(mx.isfinite(gradient).all() for _, gradient in flat)]).all()
         finite = all_min(finite.astype(mx.int32), group=self._group) > 0
         _put(self.optimizer.state, lambda path, array: mx.where(finite, array, before.get(path, array)))

@@ -27,6 +27,7 @@ def write_model_folder(target: Path, model: nn.Module, base: Path) -> None:
     from mlx_lm.utils import save_model
 
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    # Next to the target and not in /tmp: only within one file system is a rename possible, and atomic.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
         folder = Path(made, "model")
         save_model(folder, model)

@@ -38,6 +38,7 @@ class JsonLines:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             atomic_write(path, "".join(line for line in lines if _is_before(line, iteration)))
+        # By line: a program that follows the file sees each report at once, and a process that is killed loses none.
         self._file = open(path, "a", buffering=1)
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ class StageCalls:
         self.chunks = [range(*pair) for pair in stage_plan.ranges[self.index :: self.stages]]
         self.transfer = Transfer.of(group) if self.stages > 1 else None
         self.model = model
+        # By the class of now: later the model gets one whose __call__ is `connected`, which would call itself.
         self._model = partial(type(model).__call__, model)
         self._run: _Run | None = None
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
@@ -162,6 +163,7 @@ class StageCalls:
         """Stands in for a layer of another stage: advances its cache, and returns zeros of its results' shapes."""
         batch, length = run.shape
         if (path := self._layers.caches[number]) is not None:
+            # The cache of a skipped layer grows, too: mlx-lm's models make masks and positions from any layer's cache.
             advance(at(arguments, path), batch, length, run.messages)
         return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
 

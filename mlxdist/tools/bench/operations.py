@@ -61,6 +61,7 @@ class Inputs:
         for multiplier in (0x9E3779B1, 0x2C1B3C6D):
             mixed *= np.uint32(multiplier)
             mixed ^= mixed >> np.uint32(15)
+        # The top 5 bits: in a product, each bit depends only on those below it, so the top ones are mixed best.
         mixed >>= np.uint32(27)
         if (apart := -(-self.ranks // _EXACT.get(self.dtype, self.ranks))) > 1:
             mixed[(np.arange(self.elements) + rank) % apart != 0] = 0

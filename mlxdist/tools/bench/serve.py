@@ -203,6 +203,8 @@ def _measure(
     with progress_bar() as progress:
         task = progress.add_task(runner.name, total=rounds * len(servers))
         for turn in range(rounds):
+            # One server at a time, with new processes: a rank of MLX's ring that waits takes a core from the others. In
+            # another order in each round, so that no server always follows the same one.
             for name in random.Random(turn).sample(list(servers), len(servers)):
                 progress.update(task, description=f"{runner.name}: {name}")
                 try:

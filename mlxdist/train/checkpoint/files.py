@@ -145,6 +145,7 @@ def write_synced(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    # The new name, too, is on the disk only with its directory: after a loss of power the old file could be back.
     sync(path.parent)
 
 

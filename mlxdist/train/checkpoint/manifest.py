@@ -154,6 +154,7 @@ def cut_from_json(shape: list[int], found: list[Any]) -> Cut:
     return stored(replace(full, ranges=ranges, flat=flat and (int(flat[0]), int(flat[1]))))
 
 
+# The manifest's own CRC-32 is of this text, and a reader, which has parsed it, must get the same text from the values.
 def _dumped(manifest: Mapping[str, Any]) -> str:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":"))
 

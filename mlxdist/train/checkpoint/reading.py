@@ -26,6 +26,7 @@ from .ranks import gather, together
 
 __all__ = ["Reader"]
 
+# Arrays are filled as unsigned integers and then viewed in their own dtype, since NumPy has no bfloat16.
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 

@@ -152,6 +152,7 @@ def write(
         raise
     names = {rank: file_name(rank, group.size(), token) for rank in plan.writers}
     manifest.files = [File(name, *written[rank]) for rank, name in names.items()]
+    # Only now: a directory with a manifest is a checkpoint, so the files of all ranks must be on the disk before.
     together(_on_disk(write_manifest, directory), group)
     together(_on_disk(remove, directory.parent), group)
 
