@@ -40,7 +40,7 @@ def clip_grad_norm(
             in the shapes of this rank's parameters. Squares are added up in float32.
         max_norm: at least 0; gradients with a larger norm are multiplied by ``max_norm / (norm + 1e-6)``.
         model: the model whose gradients they are; ``None``: every rank has all of them, and nothing is sent.
-        mesh: that of the job, where it has an axis pp: each stage has parameters of its own.
+        mesh: the mesh of the job, if it has an axis pp: each stage has parameters of its own.
 
     Returns:
         The gradients, in their dtypes, and their norm before, a float32 of no dimensions. The norm is bitwise the same
@@ -101,7 +101,7 @@ def _square(gradient: mx.array, cut: Cut | None) -> mx.array:
 
 
 def _sum_over_groups(squares: Mapping[tuple[AnyGroup, ...], mx.array]) -> mx.array:
-    """All squares, of which those with groups are sums over these: one collective for each group."""
+    """The sum of all squares, after sums over their groups: one collective for each group."""
     sums, order = dict(squares), Order()
     for group in dict.fromkeys(group for groups in sums for group in groups):
         keys = [groups for groups in sums if group in groups]

@@ -226,7 +226,7 @@ class TrainConfig(_Settings):
         """Reads the file of `mlxdist train`.
 
         Args:
-            path: of the TOML file.
+            path: the path of the TOML file.
 
         Raises:
             InvalidArgument: the file cannot be read, is not TOML, or has a setting that does not exist or is wrong.
@@ -240,10 +240,10 @@ class TrainConfig(_Settings):
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "TrainConfig":
-        """Makes a configuration of what the file of `mlxdist train` says, as `tomllib` returns it.
+        """Makes a configuration from the contents of a file of `mlxdist train`, as `tomllib` returns them.
 
         Args:
-            settings: values by name; those of a table, such as ``mesh``, are a mapping.
+            settings: values by name; a table, such as ``mesh``, is a mapping.
 
         Raises:
             InvalidArgument: a setting does not exist, is missing or is wrong.

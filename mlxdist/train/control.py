@@ -44,7 +44,7 @@ class Decision:
         stop: leave the loop, and exit with status 0.
         save: save a checkpoint first.
         reason: why, in words; empty for neither, and for a checkpoint of ``save_every``.
-        alarm: what the loss alarm says; else empty.
+        alarm: the text of the loss alarm; empty for none.
         loss: the mean of the losses that ranks have reported; NaN for none.
     """
 

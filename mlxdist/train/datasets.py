@@ -128,7 +128,7 @@ def _document(file: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(file: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    """Where each record is, and the record. Lines of white space alone are none."""
+    """Yields the place of each record, and the record. Lines of white space alone are skipped."""
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:

@@ -27,8 +27,8 @@ class FlopsPerToken(NamedTuple):
     :func:`flops_per_token`.
 
     Attributes:
-        forward: those of the forward pass, which gradient checkpointing repeats.
-        backward: those of the backward pass; 0 if all parameters are frozen.
+        forward: operations of the forward pass, which gradient checkpointing repeats.
+        backward: operations of the backward pass; 0 if all parameters are frozen.
     """
 
     forward: float
@@ -84,7 +84,7 @@ def flops_by_length(model: nn.Module) -> Callable[[float], FlopsPerToken]:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many tokens a model of mlx-lm has embeddings for, by its configuration; ``None``: it does not say."""
+    """The number of tokens that a model of mlx-lm has embeddings for; ``None`` if its configuration lacks it."""
     found = _find(_configuration(model), ("vocab_size",))
     return None if found is None else int(found)
 
@@ -166,7 +166,7 @@ def _number(model: nn.Module, names: tuple[str, ...], what: str) -> float:
 
 
 def _find(configuration: Any, names: tuple[str, ...]) -> float | None:
-    """A number of a configuration, or of one in it, such as text_config; the mean of those of the layers."""
+    """A number in a configuration, or in one inside it, such as text_config; of a list by layers, the mean."""
     fields = configuration if isinstance(configuration, Mapping) else getattr(configuration, "__dict__", {})
     for name in names:
         value = fields.get(name)

@@ -129,7 +129,7 @@ def with_shards(model: nn.Module) -> dict[str, nn.Module]:
 def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
     """The groups over which the gradient that ``mx.grad`` gives for a parameter is the mean already, by its path.
 
-    ``reduced_over`` of the innermost module that has it, as those of :func:`fully_shard`.
+    They are ``reduced_over`` of the innermost module around the parameter that has it; :func:`fully_shard` sets it.
     """
     owners = {path: vars(module)["reduced_over"] for path, module in with_shards(model).items()}
     parameters: Any = tree_flatten(model.trainable_parameters())
@@ -141,7 +141,7 @@ def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
 
 
 def paths_of_shards(model: nn.Module) -> set[str]:
-    """The trainable parameters of which this rank has a part, as :func:`fully_shard` makes them."""
+    """The paths of the trainable parameters that are sharded, as :func:`fully_shard` makes them."""
     return {path for path, _ in reduced_over(model)}
 
 

@@ -52,10 +52,10 @@ def _refuse_shards(reached: Sequence[str], shards: Collection[str]) -> None:
 
 
 class LostTerms:
-    """Walks the graph of a loss backward from the loss, and sees which parameters it reaches. Nothing is computed.
+    """Checks a loss: walks its graph backward, and notes which parameters it reaches. Nothing is computed.
 
-    ``loss_of``: the loss that is differentiated, of what fn returns; ``is_weighted``: it counts by the rank's share of
-    the tokens.
+    ``loss_of``: returns the loss that is differentiated, from a result of fn; ``is_weighted``: whether it counts by the
+    rank's share of the tokens.
     """
 
     def __init__(self, model: nn.Module, stage: Stage, loss_of: Callable[[Any], mx.array], is_weighted: bool) -> None:
@@ -102,13 +102,13 @@ class LostTerms:
                 )
 
     def _loss_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
-        """The loss with what the model returns, and what stage_loss adds, as constants."""
+        """The loss with the model's outputs, and the sums of stage_loss, as constants."""
         with collecting(is_cut=True), outputs_through(self._model, mx.stop_gradient):
             value, _ = calls_of(self._stage).within(call, hidden or None, chunk)
         return self._loss_of(value)
 
     def _terms_alone(self, call: Callable[[], Any], chunk: int, hidden: Sequence[mx.array]) -> mx.array:
-        """The sum of the terms of stage_loss, of which no layer is called."""
+        """The sum of the terms of stage_loss, without calling a layer."""
         with collecting() as terms:
             calls_of(self._stage).shape_of_call(call, chunk)
         return sum(terms.sums, mx.zeros(()))

@@ -284,5 +284,5 @@ def _like(tree: Any, leaves: dict[str, mx.array]) -> Any:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """All parameters of floats, also the scales of quantized layers: a product of two dtypes of 16 bits is float32."""
+    """Casts all floating parameters, also scales of quantized layers: a product of two dtypes of 16 bits is float32."""
     model.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array)

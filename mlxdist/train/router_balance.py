@@ -48,7 +48,7 @@ class RouterBalance:
 
     @contextmanager
     def watching(self, counts: mx.array) -> Iterator[None]:
-        """Within, the model is called with tokens (rows, length), of which those count where ``counts`` is True."""
+        """Within, the model is called with tokens (rows, length); tokens count where ``counts`` is True."""
         self._counts, self._losses = counts, []
         try:
             yield

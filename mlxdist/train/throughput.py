@@ -212,7 +212,7 @@ class Throughput:
 
 
 def _gathered(own: np.ndarray, group: Group) -> np.ndarray:
-    """All ranks' rows. By MLX, in its place among what ``mx.async_eval`` has started."""
+    """All ranks' rows. MLX gathers them, in order with the operations that ``mx.async_eval`` has started."""
     return own[None] if group.size() == 1 else np.array(all_gather(mx.array(own[None]), group=group))
 
 

@@ -1,8 +1,8 @@
 """Calls of a model in stages: all of it on all stages together, or this stage alone.
 
 mlx-lm's models compute masks, positions and layer types in the code around their layers. So a stage runs that code
-with all layers in their places: those of other stages hold nothing and do nothing, and what the first of its own
-takes is what the stage before has sent.
+with all layers in their places: the layers of other stages hold nothing and compute nothing, and the first of its own
+layers takes the arrays that the stage before has sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ class StageCalls:
         index, stages: this stage, and how many there are.
         chunks: the layers of this rank, a range for each of its virtual stages.
         transfer: the messages between stages; None: there is one stage.
-        stamps: of the actions of the last training step, which are measured while they are computed; None: there was
-            no step.
+        stamps: the times of the actions of the last training step, taken while these are computed; None: there was no
+            step.
         chunk: the virtual stage that :meth:`within` and :meth:`shape_of_call` compute; None outside.
     """
 

@@ -1,4 +1,4 @@
-"""Which stages hold a parameter of a model, and which of them counts it."""
+"""Finds the stages that hold a parameter of a model, and the one of them that counts it."""
 
 from mlxdist.runtime.group.group import Group
 
@@ -12,7 +12,7 @@ class StageParameters:
     """The parameters of a model in stages, by their paths in the full model. Collective: it makes groups.
 
     Attributes:
-        shared_groups: the stages that hold the same parameters, in one order on all stages; those with this stage.
+        shared_groups: groups of stages that hold the same parameters: those with this stage, in one order everywhere.
     """
 
     def __init__(self, layers: Layers, stage_plan: StagePlan, group: Group) -> None:

@@ -60,7 +60,7 @@ def bandwidths(result: dict[str, Any], ranks: int, operation: str | None = None)
 
 
 def least_copies(operation: str, ranks: int) -> float:
-    """The least time of an operation that can be true, as a multiple of that of a copy of its size by all ranks."""
+    """The least time that an operation can take, as a multiple of the time in which all ranks copy its size."""
     _, share = OPERATIONS[operation]
     return share(ranks) / IN_PLACE
 

@@ -1,4 +1,4 @@
-"""The limits of the machine itself, of which speed tables give multiples; timing.py measures them."""
+"""The limits of the machine itself. Tables give times as multiples of them; timing.py measures them."""
 
 from __future__ import annotations
 

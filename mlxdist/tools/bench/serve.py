@@ -92,8 +92,8 @@ class Alone(BenchmarkWorkload):
         return {"prompt": prompt, "answer": answer, "certain": len(answer) if certain is None else certain}
 
     def _prompt(self, question: dict[str, Any]) -> str:
-        """A prompt of random letters, so that no prompt is a prefix of another. When the server encodes the text again,
-        a few tokens may join, and it has fewer than the question says."""
+        """A prompt of random letters, so that no prompt is a prefix of another. It may have a few tokens less than the
+        question says, since tokens may join when its text is encoded again."""
         generator = random.Random(question["name"])
         letters = "".join(generator.choices(string.ascii_lowercase, k=8 * question["prompt_tokens"]))
         tokens = self.tokenizer.encode(letters, add_special_tokens=False)

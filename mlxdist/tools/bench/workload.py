@@ -56,7 +56,7 @@ class BenchmarkWorkload:
 
         Args:
             moved: bytes that move between the ranks; both limits of the machine for as many are taken in turn.
-            copied: bytes of which only a copy is taken, for works that compute; see `Work.copies`.
+            copied: bytes whose copy is the only limit taken, for works that compute; see `Work.copies`.
             means: whether a block counts as one sample, its mean: for calls that leave work behind for the next one.
             more: further entries for the results, by variant.
         """

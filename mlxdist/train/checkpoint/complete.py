@@ -1,4 +1,4 @@
-"""Which checkpoints in a directory are complete."""
+"""Finds the complete checkpoints in a directory."""
 
 import zlib
 from collections.abc import Iterator

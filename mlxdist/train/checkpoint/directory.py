@@ -205,8 +205,8 @@ def prune(
 ) -> None:
     """Removes what a save of step ``saved`` that is complete makes superfluous.
 
-    That is: of that step, files of saves before; checkpoints that are known as damaged, and those that saves have left
-    without a manifest; of those up to ``saved`` all but the ones that ``kept`` returns of the complete ones, in
+    It removes files that earlier saves of that step have left; checkpoints that are known as damaged, or have no
+    manifest; and checkpoints up to ``saved``, except for those that ``kept`` returns when it gets the complete ones in
     ascending order. ``is_shared``: whether all ranks see this directory.
 
     Raises OSError.
@@ -250,6 +250,6 @@ def remove(path: Path, keep: Collection[str] = ()) -> None:
 
 
 def _is_whole(path: Path, manifest: Manifest, is_shared: bool) -> bool:
-    """Where each host has a directory of its own, it has some of the files."""
+    """Whether the files of a checkpoint have their full sizes; a directory of one host needs only those it has."""
     there = [file for file in manifest.files if is_shared or (path / file.name).exists()]
     return all(size_of(path, file) for file in there)

@@ -143,7 +143,7 @@ class Reader:
         return TensorFile(self.path / self.manifest.files[number].name)
 
     def _fill(self, path: str, local: np.ndarray | None, everyones: list[Mapping[str, Cut]]) -> None:
-        """Fills this rank's part from all parts in files. All ranks do so for all ranks, in the same order."""
+        """Fills this rank's part from the parts in files. All ranks walk all ranks' parts in the same order."""
         failure: Unusable | None = None
         found = 0
         for rank, wanted in enumerate(everyones):
@@ -214,7 +214,7 @@ def _common(source: Cut, target: Cut) -> Iterator[Common]:
 
 
 def _within(piece: Piece, box: list[tuple[int, int]]) -> tuple[slice, ...]:
-    """Where a box of the full array is in ``piece.shape``."""
+    """The place of a box of the full array in ``piece.shape``."""
     there, _, _, _, index = piece
     shifts = [axis.start - full.start for axis, full in zip(index, there, strict=True)]
     return tuple(slice(start + shift, stop + shift) for (start, stop), shift in zip(box, shifts, strict=True))
@@ -229,8 +229,8 @@ def _shape(box: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 def _runs(shape: tuple[int, ...], index: tuple[slice, ...], offset: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Where the bytes of a box lie, of an array of ``shape`` whose first byte is at ``offset``: places and numbers of
-    bytes."""
+    """Yields the places and lengths of a box's runs of bytes, in an array of ``shape`` whose first byte is at
+    ``offset``."""
     inner = len(shape)  # the axes from here on are whole: rows that lie together
     while inner and (index[inner - 1].start, index[inner - 1].stop) == (0, shape[inner - 1]):
         inner -= 1

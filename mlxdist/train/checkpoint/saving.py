@@ -27,7 +27,7 @@ _SAMPLE_BYTES = 256
 
 @dataclass
 class SavePlan:
-    """Which rank writes what, while the arrays have the same shapes and cuts.
+    """A plan of which rank writes which arrays, valid while the arrays have the same shapes and cuts.
 
     Attributes:
         writers: the ranks that have a file, which are numbered in this order.

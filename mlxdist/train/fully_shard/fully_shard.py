@@ -77,7 +77,7 @@ def fully_shard(
         mesh: instead of ``group``: sharded over ``mesh["fsdp"]``, and gradients averaged over ``mesh["dp"]``, too.
 
     Returns:
-        ``module``. In a group of one it is as it was.
+        ``module``, unchanged in a group of one.
 
     Raises:
         InvalidArgument: on all ranks, before any work: an argument is not what it should be on one of them; MLX's

@@ -191,7 +191,7 @@ class Unit:
             yield
 
     def gather(self, order: UnitOrder, flat: FlatShards, shards: Arrays, *after: mx.array) -> mx.array:
-        """All ranks' shards: the vector of the full parameters."""
+        """Gathers all ranks' shards into the vector of the full parameters."""
         step = gradient_accumulation.current() if self.stage < 3 else None
         if step and id(flat) in step.parameters:
             return step.parameters[id(flat)]
@@ -282,7 +282,7 @@ class _Pass:
         return entered, self._fulls, replicated
 
     def leave(self, outputs: Arrays) -> Arrays:
-        """The outputs themselves. Backward: this unit's parameters are gathered, and those of the ones before it."""
+        """Returns the outputs. Their backward pass gathers the parameters of this unit, and of units before it."""
         return list(with_gradients(self._gather_again, outputs)) if self.reshards else outputs
 
     @contextmanager
@@ -373,11 +373,11 @@ class _Pass:
         return cotangents
 
     def _reduce(self, entered: Arrays, adapters: Arrays, flats: Sequence[FlatShards], fulls: list[Arrays]) -> Arrays:
-        """The gradients, from those of what :meth:`enter` has returned.
+        """Returns the gradients of the arguments of :meth:`enter`, from the gradients of its results.
 
-        They are computed and packed before the backward pass goes on, whichever of them is asked for first: MLX would
-        compute all of them at the end. They leave while it goes on. It waits for those of the unit behind this one, so
-        that no more than two units' are on their way.
+        They are computed and packed before the backward pass goes on, whichever of them is evaluated first: MLX would
+        compute all of them at the end. They leave while the backward pass goes on, which waits until the gradients of
+        the unit behind this one have arrived, so that those of no more than two units are on their way.
         """
         unit = self.unit
         # What mx.checkpoint has computed once more, inside the unit, has left full parameters there.
