@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["Kept", "MicroBatch", "arrays_of", "current", "split", "working_on"]
+__all__ = ["Kept", "MicroBatch", "arrays_of", "current", "elements_of", "split", "working_on"]
 
 MicroBatch = tuple[tuple, dict[str, Any]]  # the arguments of fn
 
@@ -84,6 +84,11 @@ def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[Mi
 def arrays_of(arguments: MicroBatch) -> list[mx.array]:
     """The arrays of a micro-batch."""
     return [mx.array(leaf) for _, leaf in _flatten(arguments) if _is_batch(leaf)]
+
+
+def elements_of(arguments: MicroBatch) -> int:
+    """The number of elements of the largest array among the arguments, at least 1."""
+    return max((int(leaf.size) for _, leaf in _flatten(arguments) if _is_batch(leaf)), default=1)
 
 
 def _part(args: tuple, kwargs: dict[str, Any], number: int, count: int) -> MicroBatch:

@@ -5,11 +5,9 @@ Gradients leave in the order of the backward pass, while it goes on.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
@@ -76,7 +74,7 @@ class StepGradients:
         is_new = not averaging.is_for(parameters)
         facts: dict[str, object] = {}
         if is_new:
-            found = averaging.agree_on_parameters(parameters, _elements(args, kwargs))
+            found = averaging.agree_on_parameters(parameters, gradient_accumulation.elements_of((args, kwargs)))
         with agreed(NAME, averaging.ranks, facts) if is_new else self._ends_all():
             micro_batches = gradient_accumulation.split(NAME, loss.micro_batches, args, kwargs)
             order = self._sums.prepare(tree, micro_batches, is_new)
@@ -138,9 +136,3 @@ class StepGradients:
         has_any = mx.greater(tokens, 0, stream=stream)  # otherwise gradients are zero
         tokens = mx.where(has_any, tokens, mx.ones((), tokens.dtype), stream=stream)
         return mx.divide(tokens, ranks * averaging.unit_of_tokens, stream=stream)
-
-
-def _elements(args: tuple, kwargs: dict[str, Any]) -> int:
-    """The elements of the largest array among the arguments. Arrays of models do not count."""
-    leaves: Any = tree_flatten([list(args), kwargs], is_leaf=lambda node: isinstance(node, nn.Module))
-    return max((prod(leaf.shape) for _, leaf in leaves if isinstance(leaf, mx.array)), default=1)

@@ -159,6 +159,22 @@ def dtypes() -> None:
             assert_same_on_all_ranks(gradients)
 
 
+def numpy_batches() -> None:
+    """Gradients of float16 from a batch of NumPy are those of the same one of MLX, also where the sum over its tokens
+    is none of float16."""
+    x = mx.ones((2, 2048))
+    model = nn.Linear(1, 1, bias=False)
+    model.weight = mx.ones((1, 1), mx.float16)
+
+    def loss(x: Any) -> tuple[mx.array, int]:
+        return 40 * model.weight.sum() * mx.array(x).astype(mx.float16).mean(), x.size
+
+    for batch in (x, np.array(x), {"tokens": [np.array(x)]}):
+        of_batch = lambda batch: loss(batch["tokens"][0] if isinstance(batch, dict) else batch)
+        _, gradients = train.value_and_grad(model, of_batch)(batch)
+        assert gradients["weight"].item() == 40, (type(batch), gradients)
+
+
 def counters() -> dict[str, int]:
     return engine_of(group).world.counters()
 

@@ -3,7 +3,7 @@
 import pytest
 
 LONG = pytest.mark.long
-CHECKS = ["whole_batch", "messages", "sharded", "refused"]
+CHECKS = ["whole_batch", "messages", "sharded", "refused", "numpy_batches"]
 MORE = ["unequal_shares", "dtypes", "nbytes", "overlap", "adapters"]
 
 
