@@ -33,7 +33,7 @@ import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group.group import Group, GroupLike, engine_of
-from mlxdist.runtime.label import label_scope, next_text
+from mlxdist.runtime.label import label_scope, next_label, next_text
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_sum, sum_scatter
@@ -120,14 +120,14 @@ def scatter_to_tensor_parallel_region(x: mx.array, axis: int = -1, *, group: Gro
 
 def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, *, group: GroupLike | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the cotangent."""
-    # MLX's all_gather has this gradient.
+    # all_gather has MLX's gradient, which is this one.
     return _along(_axis("gather_from_tensor_parallel_region", x, axis), all_gather, x, group_of(group))
 
 
 def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, *, group: GroupLike | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the sum of all ranks' cotangents."""
     axis = _axis("gather_from_sequence_parallel_region", x, axis)
-    return _along(axis, lambda x, group: bridge.all_gather(x, engine_of(group).connection, False), x, group_of(group))
+    return _along(axis, _gather_shards, x, group_of(group))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -137,6 +137,12 @@ def reduce_scatter_to_sequence_parallel_region(
     group = group_of(group)
     axis = _axis("reduce_scatter_to_sequence_parallel_region", x, axis, ranks=group.size())
     return _along(axis, sum_scatter, x, group)
+
+
+def _gather_shards(x: mx.array, group: Group) -> mx.array:
+    """As all_gather, with the plain gradient, the sum_scatter, instead of MLX's."""
+    gathered: mx.array = bridge.all_gather(x, engine_of(group).connection, mlx_gradient=False, label=next_label())
+    return gathered
 
 
 def _axis(name: str, x: mx.array, axis: int, ranks: int = 1) -> int:

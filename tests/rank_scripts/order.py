@@ -170,6 +170,16 @@ def labels_differ() -> None:
         mx.eval(result)
 
 
+def gathers_of_sequences_differ() -> None:
+    """As above, of the gathers of sequence parallelism, which are the bridge's own."""
+    gathered = []
+    for path in ("layers.1.self_attn", "layers.1.mlp"):
+        with label_scope(path):
+            gathered.append(mlxdist.nn.gather_from_sequence_parallel_region(mx.ones((8,))))
+    for result in reversed(gathered) if odd_one else gathered:
+        mx.eval(result)
+
+
 def labels_of_gradients_differ() -> None:
     """One rank is in the backward pass of what another calls."""
     with label_scope("block"):

@@ -49,6 +49,7 @@ def test_what_may_differ_between_ranks(run_ranks):
     ("scenario", "sides"),
     {
         "labels_differ": ["in layers.1.q_norm #1", "in layers.1.k_norm #1"],
+        "gathers_of_sequences_differ": ["in layers.1.self_attn #1", "in layers.1.mlp #1"],
         "labels_of_gradients_differ": ["in block #1,", "in block #1 backward;"],
         "units_differ": ["in layers.0 gather #1", "in layers.1 gather #1"],
         "experts_differ": [".switch_mlp #1", "in one that is not called here"],
