@@ -14,6 +14,11 @@ def test_exchanged_tokens(run_ranks, ranks):
     assert all("right" in output for output in outputs)
 
 
+@one_to_four(2)
+def test_options_that_are_set_later(run_ranks, ranks):
+    assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "settings"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_mode_is_the_dense_layer(run_ranks, ranks):

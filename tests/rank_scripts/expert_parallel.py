@@ -487,6 +487,36 @@ def bad_input() -> None:
             refused(words, call)
 
 
+def settings() -> None:
+    """Options that are set later: checked, compared by the next call, or read-only."""
+    switch, last = switch_of(8), size - 1
+    x, indices = mx.ones((3, HIDDEN)), mx.zeros((3, 2), mx.int32)
+    layer = ExpertParallelSwitchGLU.from_switch(switch, group=group, mode="gather")
+    for name, value in (("mode", "dispach"), ("mode", None), ("host_sync", "no")):
+        refused(f"{name} is {value!r}, not", lambda name=name, value=value: setattr(layer, name, value))
+    for name, value in (
+        ("tokens", "sharded"), ("capacity_factor", 1.0), ("exchange_dtype", mx.float16), ("tokens", [1]),
+        ("capacity_factor", mx.array(1.0)),
+    ):  # fmt: skip
+        try:
+            setattr(layer, name, value)
+        except AttributeError:
+            continue
+        raise AssertionError(f"{name} is {value!r}")
+    for mode in ("replicated", "dispatch", "auto", "gather"):
+        layer.mode = mode
+        near(layer(x, indices), switch(x, indices), mode)
+        assert mode == "auto" or layer.last_mode == mode
+    assert layer.tokens == "replicated" and layer.capacity_factor is layer.exchange_dtype is None and layer.host_sync
+    layer.host_sync = False
+    near(layer(x, indices), switch(x, indices), "host_sync=False")
+    if size > 1:
+        layer.mode = "replicated" if rank == last else "gather"
+        assert same_text(refused("the ranks disagree about the layer", lambda: layer(x, indices)))
+        layer.mode, layer.host_sync = "gather", True
+        near(layer(x, indices), switch(x, indices), "alike again")
+
+
 def same_text(text: str) -> bool:
     """Whether all ranks have the same."""
     codes = np.frombuffer(text.encode().ljust(1024)[:1024], np.uint8).copy()

@@ -3,7 +3,7 @@
 import copy
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ _WORTH_WAITING = {mx.DeviceType.cpu: 400_000, mx.DeviceType.gpu: 20_000_000}
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of :meth:`ExpertParallelSwitchGLU.from_switch`, checked."""
+    """The options of :meth:`ExpertParallelSwitchGLU.from_switch`, and of its attributes, checked."""
 
     mode: str
     tokens: str
@@ -52,19 +52,21 @@ class _Options:
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", *MODES):
-            raise InvalidArgument(f"from_switch: mode is {self.mode!r}, not one of auto, {', '.join(MODES)}")
+            raise InvalidArgument(f"{_NAME}: mode is {self.mode!r}, not one of auto, {', '.join(MODES)}")
         if self.tokens not in ("replicated", "sharded"):
-            raise InvalidArgument(f"from_switch: tokens is {self.tokens!r}, not 'replicated' or 'sharded'")
+            raise InvalidArgument(f"{_NAME}: tokens is {self.tokens!r}, not 'replicated' or 'sharded'")
         factor, dtype = self.capacity_factor, self.exchange_dtype
         if factor is not None and not (isinstance(factor, Real) and 0 < factor < float("inf")):
-            raise InvalidArgument(f"from_switch: capacity_factor must be a positive number, not {factor!r}")
+            raise InvalidArgument(f"{_NAME}: capacity_factor must be a positive number, not {factor!r}")
         if dtype not in (_EXCHANGE_DTYPES if isinstance(dtype, mx.Dtype) else (None, "fp8")):
             raise InvalidArgument(
-                f"from_switch: exchange_dtype is {dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
+                f"{_NAME}: exchange_dtype is {dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
             )
+        if type(self.host_sync) is not bool:
+            raise InvalidArgument(f"{_NAME}: host_sync is {self.host_sync!r}, not True or False")
 
     def __str__(self) -> str:
-        names = ("tokens", "capacity_factor", "exchange_dtype", "host_sync")
+        names = ("tokens", "capacity_factor", "exchange_dtype", "host_sync", "mode")
         return ", ".join(f"{name}={dtype_name(getattr(self, name))}" for name in names)
 
 
@@ -76,12 +78,11 @@ class ExpertParallelSwitchGLU(nn.Module):
     the names they had (``gate_proj.weight`` ...), and hold this rank's experts alone.
 
     Attributes:
-        mode: "replicated", "gather", "dispatch" or "auto"; may be set, on all ranks alike.
         last_mode: the one that the last call took.
         dropped: pairs of a token and an expert that the last call dropped on all ranks together; ``None`` if the host
             does not know (``mx.compile``, ``host_sync=False``). ``dropped_total``: the sum over all calls.
         path: where it is in the model, for errors of ranks that disagree; ``None`` where nothing says so.
-        policy: chooses the mode for "auto". ``host_sync``: whether a call may wait for its indices on the host.
+        policy: chooses the mode for "auto".
     """
 
     def __init__(self, switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> None:
@@ -92,7 +93,8 @@ class ExpertParallelSwitchGLU(nn.Module):
         for name in names:
             del like[name]
         object.__setattr__(self, "_like", like)  # not part of the module's tree: no parameters
-        self._configuration = _describe(switch, sharding, options, policy)
+        self._options = options
+        self._configuration = _describe(switch, sharding, policy)
         self._comparisons = Comparisons()
         self._compiled = Compiled()
         for name in names:
@@ -101,11 +103,6 @@ class ExpertParallelSwitchGLU(nn.Module):
         self._pair_elements = sum(one.input_dims * one.output_dims for one in each)
         self.activation = switch.activation
         self.path: str | None = None
-        self.mode: str = options.mode
-        self.tokens = options.tokens
-        self.capacity_factor = options.capacity_factor
-        self.exchange_dtype = options.exchange_dtype
-        self.host_sync = options.host_sync
         self.policy = policy
         self.last_mode: str | None = None
         self.dropped: int | None = 0
@@ -182,6 +179,46 @@ class ExpertParallelSwitchGLU(nn.Module):
         return switch
 
     @property
+    def mode(self) -> str:
+        """How tokens travel: "replicated", "gather", "dispatch" or "auto". May be set, on all ranks alike.
+
+        The next call compares it. Raises InvalidArgument where it is none of these.
+        """
+        return self._options.mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self._change(mode=mode)
+
+    @property
+    def host_sync(self) -> bool:
+        """Whether a call may wait for its indices on the host. May be set, as ``mode``."""
+        return self._options.host_sync
+
+    @host_sync.setter
+    def host_sync(self, host_sync: bool) -> None:
+        self._change(host_sync=host_sync)
+
+    def _change(self, **options: Any) -> None:
+        self._options = replace(self._options, **options)
+        self._agreed = False
+
+    @property
+    def tokens(self) -> str:
+        """Whose tokens a call has: "replicated" or "sharded"."""
+        return self._options.tokens
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """How many times the mean load an expert takes; ``None`` for any."""
+        return self._options.capacity_factor
+
+    @property
+    def exchange_dtype(self) -> ExchangeDtype:
+        """The dtype that tokens and results travel as; ``None`` for their own."""
+        return self._options.exchange_dtype
+
+    @property
     def placement(self) -> Placement:
         """Which rank holds which expert."""
         return self._sharding.placement
@@ -206,8 +243,8 @@ class ExpertParallelSwitchGLU(nn.Module):
             InvalidArgument: an index is no expert, or shapes do not fit; the same on every rank, before a payload is
                 sent. Inside ``mx.compile`` only what shapes show. With mode "auto", of few replicated tokens up to 31
                 calls later; until then a wrong index gives NaN.
-            Mismatch: the ranks disagree, found in the same comparison; or, between two of them, shapes do not fit on
-                one rank, or differ from the others'.
+            Mismatch: the ranks disagree, found in the same comparison; or, in calls that leave the comparison to a
+                later one, shapes that do not fit on one rank, or differ from the others'.
         """
         with label_scope(self.path if bridge.traces() else None):  # decoding: it would cost time for each token
             return self._call(x, indices, scores)
@@ -367,7 +404,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         """The values that must be equal on all ranks, as far as this one has them: with a problem it reports that."""
         alike = self.tokens == "replicated"
         return {
-            "layer": f"{self._configuration}, mode {self.mode}",
+            "layer": f"{self._configuration}, {self._options}",
             "hidden size and dtype of x": f"{x.shape[-1:]} {dtype_name(x.dtype)}" if isinstance(x, mx.array) else "",
             "experts per token": kept.shape[1],
             "scores (given or not)": scores is not None,
@@ -394,12 +431,12 @@ class ExpertParallelSwitchGLU(nn.Module):
         return None if selected is None else wrong_index(f"{_NAME}: indices", self.placement, selected)
 
 
-def _describe(switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> str:
-    """The configuration that must be the same on all ranks, in words short enough for a message."""
+def _describe(switch: nn.Module, sharding: Sharding, policy: Policy) -> str:
+    """What must be the same on all ranks but for the options, in words short enough for a message."""
     arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters(switch).items()]
     shapes = zlib.crc32(f"{arrays} {policy.link}".encode())
     inside = sharding.tp_group.size() if sharding.tp_group else 1
-    return f"{sharding.placement}, {inside} ranks each, {options}, arrays and policy {shapes:08x}"
+    return f"{sharding.placement}, {inside} ranks each, arrays and policy {shapes:08x}"
 
 
 def _looks(x: Any, indices: Any, scores: Any) -> tuple | None:
