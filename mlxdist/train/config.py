@@ -71,13 +71,23 @@ class _Settings:
         checks = checks_of(kind)
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if one.name in checks and value is not one.default:  # which may be what the file cannot say, such as None
+            if one.name not in checks:
+                continue
+            if _is_default(value, one.default):  # which need not pass the check: None, or 0 for none
+                value = one.default
+            else:
                 value = list(value) if type(value) is tuple else value
                 try:
                     value = checks[one.name](f"{self._table}.{one.name}".lstrip("."), value)
                 except ValueError as error:
                     raise InvalidArgument(str(error)) from None
-                object.__setattr__(self, one.name, value)
+            object.__setattr__(self, one.name, value)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether both are equal and of one type, where a whole number is a float, and True is no number."""
+    kinds = (int, float) if type(default) is float else (type(default),)
+    return type(value) in kinds and bool(value == default)
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any]:

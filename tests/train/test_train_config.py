@@ -1,9 +1,13 @@
 """The configuration file of `mlxdist train`: what it takes, and what it rejects with one sentence."""
 
+import copy
+import dataclasses
+
 import pytest
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.train.config import CheckpointConfig, MeshConfig, TrainConfig
+from mlxdist.base.validation import checks_of
+from mlxdist.train.config import _TABLES, CheckpointConfig, ControlConfig, MeshConfig, TrainConfig
 
 LEAST = 'model = "m"\ndata = "d"\n'
 
@@ -47,6 +51,37 @@ resume = true
     assert (config.steps, config.skip_steps, config.optimizer_config) == (3, (3, 4), {"weight_decay": 0.1})
     assert config.mesh == MeshConfig(dp=2, tp=2)
     assert config.checkpoints == CheckpointConfig(every=5, resume=True)
+
+
+def test_every_default_may_be_written():
+    """Also those that their check would reject, such as 0 for none; in another type they are none."""
+    for table, kind in {"": TrainConfig, **_TABLES}.items():
+        of_table = {one.name: one for one in dataclasses.fields(kind)}
+        for name in checks_of(kind):
+            default = of_table[name].default
+            if default is dataclasses.MISSING and of_table[name].default_factory is not dataclasses.MISSING:
+                default = of_table[name].default_factory()
+            if default is dataclasses.MISSING or default is None:
+                continue
+            written = type(default)(list(default)) if isinstance(default, tuple) else copy.deepcopy(default)
+            written = float(repr(default)) if type(default) is float else written  # equal, and another object
+            given = {name: written}
+            config = TrainConfig.from_mapping({"model": "m", "data": "d", **({table: given} if table else given)})
+            found = getattr(getattr(config, table) if table else config, name)
+            assert (found, type(found)) == (default, type(default)), name
+    with pytest.raises(InvalidArgument, match=r"^control\.hours is False"):
+        ControlConfig(hours=False)
+    with pytest.raises(InvalidArgument, match=r"^mesh\.pp is True"):
+        MeshConfig(pp=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("[control]\nhours = 0.0", 0.0), ("[control]\nhours = 0", 0.0), ("router_aux_loss_coef = 0.0", 0.0)],
+)
+def test_a_default_of_the_file(tmp_path, text, value):
+    config = read(tmp_path, LEAST + text)
+    assert (config.control.hours, config.router_aux_loss_coef) == (value, value)
 
 
 @pytest.mark.parametrize(
