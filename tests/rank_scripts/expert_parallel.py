@@ -426,6 +426,14 @@ def handles() -> None:
     adjoint = mx.grad(lambda x: (dispatch(x, handle=handle)[0] * y).sum())(x)
     near(adjoint, combine(y, handle, mx.ones((tokens, k))), "the gradient of dispatch is combine")
     assert "DispatchHandle of" in repr(handle)
+    for given, words in (
+        ({"indices": indices}, "the handle has indices of its own"),
+        ({"placement": placement}, "the handle has placement of its own"),
+        ({"group": group}, "the handle has group of its own"),
+        ({"indices": indices, "placement": placement}, "the handle has indices and placement of its own"),
+    ):
+        refused(words, lambda given=given: dispatch(z, handle=handle, **given)[0])
+    refused(f"the handle is of {tokens} tokens", lambda: dispatch(normal(tokens + 1, 2), handle=handle)[0])
 
 
 def bad_input() -> None:

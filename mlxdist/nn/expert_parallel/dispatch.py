@@ -128,10 +128,17 @@ def dispatch(
         int32 (pairs,); the handle for :func:`combine`.
 
     Raises:
-        InvalidArgument: ``indices`` are no experts, or arguments do not fit; inside ``mx.compile``.
-        Mismatch: the ranks disagree about d, k or the placement. Both are the same on every rank, before any row is
-            sent.
+        InvalidArgument: ``indices`` are no experts, or arguments do not fit; inside ``mx.compile``. With ``handle``:
+            one of the three is given, too, or ``x`` is not of its tokens; on the rank where that is so.
+        Mismatch: the ranks disagree about d, k or the placement. Without ``handle`` both are the same on every rank,
+            before any row is sent.
     """
+    if handle is not None:
+        given = {"indices": indices, "placement": placement, "group": group}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise InvalidArgument(
+                f"dispatch: the handle has {' and '.join(names)} of its own; leave out one or the other"
+            )
     if handle is None:
         if indices is None or placement is None:
             raise InvalidArgument("dispatch: without a handle it needs indices and a placement")
