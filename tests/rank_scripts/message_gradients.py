@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 
 import mlxdist
 
@@ -128,6 +129,8 @@ def rejected() -> None:
         ("token must be an mx.array, not int", lambda: mlxdist.recv((2,), mx.float32, peer, token=1)),
         ("stream and token are for dtypes of MLX", lambda: mlxdist.recv((2,), "float32", peer, token=mx.array(1.0))),
         ("negative dimension", lambda: mlxdist.recv((-2,), mx.float32, peer, token=mx.array(1.0))),
+        ("negative dimension", lambda: mlxdist.recv((2, -1), mx.float32, peer)),
+        ("negative dimension", lambda: mlxdist.recv((-2,), np.float32, peer)),
     ]:
         try:
             call()

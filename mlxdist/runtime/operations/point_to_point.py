@@ -63,8 +63,8 @@ def recv(
     is no gradient.
 
     Raises:
-        InvalidArgument: besides, ``stream`` or ``token`` with a dtype of NumPy, ``out`` or ``async_op`` with one of
-            MLX, a ``token`` that is no ``mx.array``.
+        InvalidArgument: besides, a negative dimension of ``shape``, ``stream`` or ``token`` with a dtype of NumPy,
+            ``out`` or ``async_op`` with one of MLX, a ``token`` that is no ``mx.array``.
     """
     call = Call("recv", options)
     call.check_peer("src", src)
@@ -74,6 +74,7 @@ def recv(
         return eager.recv(call, shape, dtype, src)
     if call.out is not None or call.async_op:
         raise call.error("out and async_op are for NumPy dtypes, and dtype is one of MLX")
+    shape = call.receive_shape(shape)
     if token is not None:
         if not isinstance(token, mx.array):
             raise call.error(f"token must be an mx.array, not {type(token).__name__}")
@@ -133,5 +134,4 @@ def sendrecv(
 
 
 def _traced_recv(call: Call, token: mx.array, shape: Sequence[int], dtype: mx.Dtype, src: int) -> Any:
-    shape = call.receive_shape(shape)
     return bridge.recv(token, call.connection, src, list(shape), dtype, call.stream, call.limit, next_label())
