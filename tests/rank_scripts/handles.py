@@ -185,6 +185,29 @@ def dropped() -> None:
     assert len(filler) == 20
 
 
+def dropped_behind_running_ones() -> None:
+    """What has ended is let go of, also where more operations than a sweep looks at wait before it."""
+    other = group.split(0)
+    for _ in range(6):
+        mlxdist.recv((3,), np.float32, before, group=other, async_op=True)
+    kept = []
+    for i in range(20):
+        x = mine(1000, i)
+        kept.append(weakref.ref(x))
+        mlxdist.all_sum(x, async_op=True)
+        del x
+    gc.collect()
+    for _ in range(200):
+        alive = np.array(sum(reference() is not None for reference in kept))
+        if mlxdist.all_max(alive, async_op=True).wait() == 0:
+            break
+        late(0.02)
+    else:
+        raise AssertionError(f"arrays of {alive} operations are kept behind those that wait")
+    for _ in range(6):
+        mlxdist.send(mine(3), after, group=other)
+
+
 def outlive_their_group() -> None:
     """A handle of a group that the program has let go of: waited for, and dropped."""
     for is_dropped in (False, True) * 5:

@@ -14,6 +14,7 @@ SCENARIOS = [
     "many_in_flight",
     "opposite_order",
     "dropped",
+    "dropped_behind_running_ones",
     "outlive_their_group",
     "threads",
 ]

@@ -136,6 +136,9 @@ class Operation:
         return flight_recorder.explain(errors.from_status(self.status, self._text))
 
 
+_MOST_RUNNING = 4  # more than one, as each start adds at most one: the sweeps get around
+
+
 class Pending:
     """The operations of a process that are not known to have ended."""
 
@@ -147,12 +150,20 @@ class Pending:
         self._process = os.getpid()
 
     def sweep(self) -> None:
-        """Releases the memory of operations that have ended and have no handle."""
+        """Releases the memory of operations that have ended and have no handle. Each start of one calls this, so it
+        looks at few that are still running, and the next time at the ones behind them."""
         if not self.dropped or not self._sweeping.acquire(blocking=False):
             return
         try:
-            while self.dropped and self.dropped[0].wait(0):
-                self.dropped.popleft()
+            running = 0
+            for _ in range(len(self.dropped)):
+                if self.dropped[0].wait(0):
+                    self.dropped.popleft()
+                    continue
+                self.dropped.rotate(-1)
+                running += 1
+                if running == _MOST_RUNNING:
+                    break
         finally:
             self._sweeping.release()
 
