@@ -149,6 +149,14 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
         plan_shards(tiny_models.build(name), tp=ranks, rank_shares=[2, *[1] * (ranks - 1)])
 
 
+@pytest.mark.parametrize(
+    ("shares", "words"), [([1], "must be 2 numbers, one per rank, not "), ([1, -1], "must be positive numbers, not ")]
+)
+def test_rank_shares_that_do_not_fit(shares, words):
+    with pytest.raises(InvalidArgument, match=f"^plan_shards: rank_shares {words}"):
+        plan_shards(tiny_models.build("llama"), tp=2, rank_shares=shares)
+
+
 def test_one_rank_takes_a_model_with_adapters():
     model = tiny_models.build("llama")
     linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0})

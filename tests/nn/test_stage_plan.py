@@ -140,8 +140,8 @@ def test_the_table():
         ({"stages": 5}, "llama can be cut in 4 stages at most, and 5 were asked for"),
         ({"stages": 2, "virtual": 3}, "llama can be cut in 4 stages at most, and 6"),
         ({"stages": 2, "virtual": 0}, "virtual must be from 1"),
-        ({"stages": 2, "rank_shares": [1]}, "rank_shares"),
-        ({"stages": 2, "rank_shares": [1, -1]}, "rank_shares"),
+        ({"stages": 2, "rank_shares": [1]}, "^plan_stages: rank_shares must be 2 numbers, one per stage, not "),
+        ({"stages": 2, "rank_shares": [1, -1]}, "^plan_stages: rank_shares must be positive numbers, not "),
         (
             {"stages": 2, "rank_shares": "speed"},
             'rank_shares must be 2 numbers, one per stage, or "memory" or "compute"',

@@ -48,7 +48,7 @@ def split_sizes(
     """
     require_counts(name, total=total, ranks=ranks, multiple=multiple)
     total, ranks, multiple = int(total), int(ranks), int(multiple)
-    shares = _checked_rank_shares(name, rank_shares, ranks)
+    shares = checked_rank_shares(name, rank_shares, ranks)
     lengths = segment_lengths(name, total, segments)
     for length in lengths:
         if length % multiple != 0:
@@ -226,13 +226,16 @@ def check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
         )
 
 
-def _checked_rank_shares(name: str, rank_shares: RankShares | None, ranks: int) -> list[Fraction] | None:
+def checked_rank_shares(
+    name: str, rank_shares: RankShares | None, ranks: int, holder: str = "rank"
+) -> list[Fraction] | None:
+    """``rank_shares`` as fractions, checked as by :func:`split_sizes`. ``holder``: what each of them is of."""
     rank_shares = resolve(name, rank_shares, ranks)
     if rank_shares is None:
         return None
     rank_shares = list(rank_shares)
     if len(rank_shares) != ranks:
-        raise InvalidArgument(f"{name}: rank_shares must be {ranks} numbers, one per rank, not {rank_shares}")
+        raise InvalidArgument(f"{name}: rank_shares must be {ranks} numbers, one per {holder}, not {rank_shares}")
     if not all(isinstance(share, Real) and isfinite(share) and share > 0 for share in rank_shares):
         raise InvalidArgument(f"{name}: rank_shares must be positive numbers, not {rank_shares}")
     # NumPy's numbers are taken, too, but would overflow in fractions.

@@ -15,7 +15,7 @@ from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.tables import size, text
-from mlxdist.nn.layout.partition import split_sizes
+from mlxdist.nn.layout.partition import checked_rank_shares
 
 from ..layout.cut import Range
 from ..layout.measured_shares import RankShares, resolve_stages
@@ -161,7 +161,7 @@ def plan_stages(
             raise InvalidArgument(f"plan_stages: {name} must be from 1 to {MAX_RANKS}, not {number!r}")
     rank_shares = resolve_stages("plan_stages", rank_shares, stages)
     if rank_shares is not None:
-        split_sizes("plan_stages: rank_shares", stages, stages, rank_shares)
+        checked_rank_shares("plan_stages", rank_shares, stages, "stage")
         rank_shares = tuple(map(float, rank_shares))
     if link is not None and not (isinstance(link, int | float) and link > 0):
         raise InvalidArgument(f"plan_stages: link must be a positive number, not {link!r}")
@@ -355,5 +355,5 @@ def _read(text: str) -> StagePlan:
     if not plan.ranges or len(plan.ranges) % plan.stages or len(plan.message_bytes) != len(plan.ranges):
         raise ValueError(f"there must be equally many ranges for each of the {plan.stages} stages")
     if plan.rank_shares is not None and len(plan.rank_shares) != plan.stages:
-        raise ValueError("there must be a weight for each stage")
+        raise ValueError("rank_shares must be one number per stage")
     return plan

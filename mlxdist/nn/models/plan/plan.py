@@ -24,7 +24,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.tables import text
 from mlxdist.nn.layout.measured_shares import RankShares, resolve
 from mlxdist.nn.layout.modules import dtype_name, parameters
-from mlxdist.nn.layout.partition import split_sizes
+from mlxdist.nn.layout.partition import checked_rank_shares
 
 from .adapters import require_no_adapters
 from .blocks import find_blocks
@@ -156,8 +156,8 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, rank_shares: Rank
             raise InvalidArgument(f"plan_shards: {name} must be a positive integer, not {number!r}")
     rank_shares = resolve("plan_shards", rank_shares, tp, ep)
     if rank_shares is not None:
-        split_sizes("plan_shards: rank_shares", tp, tp, rank_shares)
-        rank_shares = tuple(float(weight) for weight in rank_shares)
+        checked_rank_shares("plan_shards", rank_shares, tp)
+        rank_shares = tuple(float(share) for share in rank_shares)
     model_type = str(getattr(model, "model_type", type(model).__name__))
     if tp * ep > 1:
         require_no_adapters(model)
