@@ -1,7 +1,10 @@
 /* Queue pairs that fail are re-created, on one side or on both, and operations go on as if nothing had happened. */
 #include "engine.h"
 #include "group.h"
+#include "reconnect.h"
 #include "sums.h"
+
+#include <errno.h>
 
 /* What a driver does when a work request fails: what is posted is flushed, with errors. Not again before the new one
  * has carried something: one that always fails is an error. */
@@ -81,6 +84,93 @@ static void without_side_channel(struct world *world, int rank, int size) {
   mlxdist_group_destroy(group);
 }
 
+/* A device that makes no queue pair more, or does not let go of one. */
+static struct verbs refusing[WORLD_MAX_RANKS];
+
+static struct ibv_qp *refuse_create(struct ibv_pd *pd, struct ibv_qp_init_attr *init) {
+  (void)pd;
+  (void)init;
+  errno = EBUSY;
+  return 0;
+}
+
+static int refuse_destroy(struct ibv_qp *qp) {
+  (void)qp;
+  return EBUSY;
+}
+
+static void refuse(mlxdist_group *group, const char *verb) {
+  struct engine *engine = group->engine;
+  engine_lock(engine);
+  struct device *device = &engine->transport.devices[0];
+  struct verbs *table = &refusing[engine->rank];
+  *table = *device->verbs;
+  if (strcmp(verb, "create_qp") == 0)
+    table->create_qp = refuse_create;
+  else
+    table->destroy_qp = refuse_destroy;
+  device->verbs = table;
+  engine_unlock(engine);
+}
+
+/* Neither rank crashes on the queue pair that is missing. Where the eager one is left its peer hears of it at once. */
+static void refused(struct world *world, int rank, int size, const char *verb, int channel, bool by_both) {
+  int barriers = 0;
+  struct world_side side;
+  char failed[64];
+  snprintf(failed, sizeof failed, "%s on the %s queue pair", verb, channel % 2 ? "bulk" : "eager");
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.timeout = options.entry_timeout = channel % 2 ? 30 : 1;
+  mlxdist_group *group = world_join(world, rank, &barriers, &options);
+  world_side_open(&side, world, group, rank);
+  REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_OK);
+  world_barrier(world, &barriers);
+  if (rank == 0 || by_both) {
+    refuse(group, verb);
+    break_queue_pair(group, !rank, channel);
+  }
+  int status = MLXDIST_OK;
+  while (!status) status = all_sum(group, rank, size, 10);
+  bool hears = rank == 0 || by_both || channel % 2;
+  REQUIRE(status == (hears ? MLXDIST_TRANSPORT : MLXDIST_TIMEOUT));
+  if (hears) REQUIRE(strstr(mlxdist_last_error(), failed));
+  world_barrier(world, &barriers);
+  usleep(100000); /* what the side channel's thread and the progress thread have to do with it */
+  REQUIRE(mlxdist_group_error(group) == status);
+  world_barrier(world, &barriers);
+  world_side_close(&side);
+  mlxdist_group_destroy(group);
+}
+
+static void no_eager(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 0, false); }
+static void no_bulk(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 1, false); }
+static void neither(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 0, true); }
+static void keeps_eager(struct world *world, int rank, int size) { refused(world, rank, size, "destroy_qp", 0, false); }
+static void keeps_bulk(struct world *world, int rank, int size) { refused(world, rank, size, "destroy_qp", 1, false); }
+
+/* The peer has begun to reconnect too, and its message comes to a rank that could not. */
+static void peer_asks(struct world *world, int rank, int size) {
+  int barriers = 0;
+  struct world_side side;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  world_side_open(&side, world, group, rank);
+  REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_OK);
+  refuse(group, "create_qp");
+  struct engine *engine = group->engine;
+  struct endpoint *endpoint = &engine->peers[!rank].endpoint;
+  struct reconnect_message message, reply;
+  engine_lock(engine);
+  REQUIRE(reconnect_begin(&endpoint->channels[1], IBV_WC_WR_FLUSH_ERR) == MLXDIST_TRANSPORT);
+  REQUIRE(!reconnect_next(endpoint, &message));
+  message = (struct reconnect_message){.step = 1, .channel = 1, .epoch = 1};
+  REQUIRE(!reconnect_receive(endpoint, &message, &reply));
+  engine_unlock(engine);
+  world_barrier(world, &barriers);
+  world_side_close(&side);
+  mlxdist_group_destroy(group);
+}
+
 int main(void) {
   REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
   int failed = 0;
@@ -90,6 +180,12 @@ int main(void) {
     failed |= world_run(size, meanwhile);
   }
   failed |= world_run(2, without_side_channel);
+  failed |= world_run(2, no_eager);
+  failed |= world_run(2, no_bulk);
+  failed |= world_run(2, neither);
+  failed |= world_run(2, keeps_eager);
+  failed |= world_run(2, keeps_bulk);
+  failed |= world_run(2, peer_asks);
   if (!failed) printf("engine_reconnect_test passed\n");
   return failed;
 }

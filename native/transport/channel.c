@@ -72,12 +72,12 @@ void channel_destroy(struct channel *channel) {
 }
 
 int channel_reopen(struct channel *channel, uint32_t epoch) {
+  channel->connected = channel->answered = channel->open = false; /* also if that fails: no abort may be posted there */
   int error = queue_pair_destroy(channel);
   if (error) return queue_pair_fail(channel, "destroy_qp", error);
   count(&channel->transport->counters->receives_posted, (uint64_t)-(int64_t)channel->outstanding);
   credit_reset(channel);
   channel->completed = channel->requests;
-  channel->connected = channel->answered = channel->open = false;
   channel->epoch = epoch;
   channel->wr_id = channel_wr_id_base(channel->peer, channel->index, epoch);
   return queue_pair_create(channel);

@@ -42,9 +42,11 @@ static struct reconnect_message message_of(const struct channel *channel, enum r
 static int reopen(struct channel *channel, uint32_t epoch) {
   struct endpoint *endpoint = channel->endpoint;
   int status = channel_reopen(channel, epoch);
+  endpoint->reconnects_pending &= ~(1u << channel->index); /* there may be no queue pair to tell of */
+  if (status) return status;
   endpoint->psn[channel->index] = reconnect_random_psn();
   endpoint->reconnects_pending |= 1u << channel->index;
-  return status;
+  return MLXDIST_OK;
 }
 
 static bool is_possible(const struct channel *channel) {
@@ -99,7 +101,7 @@ static int receive_request(struct channel *channel, const struct reconnect_messa
   int status = MLXDIST_OK;
   if (ahead < 0) return status; /* of a queue pair that has failed again: what this rank sent has crossed it */
   if (ahead > 0) status = reopen(channel, message->epoch);
-  if (status || channel->connected) return status;
+  if (status || channel->connected || !channel->qp) return status; /* without one the engine has failed already */
   status = queue_pair_connect(channel, &message->gid, message->lid, message->qp_num, message->psn,
                               channel->endpoint->psn[channel->index]);
   if (!status) status = receive_post_all(channel);
