@@ -118,12 +118,23 @@ static int wait_for(const struct operation *operation) {
   return status;
 }
 
+/* What goes wrong is everybody's error: the peer waits for this rank, and knows nothing. */
+static int report(struct engine *engine, int status) {
+  if (!status || failure_check(&engine->failure)) return status;
+  engine_lock(engine);
+  engine_fail(engine, 0, status);
+  engine_unlock(engine);
+  return status;
+}
+
 int connection_make_all(struct operation *operation) {
   int status = MLXDIST_OK;
   if (missing(operation) && !operation->group->engine->finalized) {
     status = check_adjacent(operation);
     if (!status) status = begin_all(operation);
     if (!status) status = wait_for(operation);
+    /* Arguments are the caller's, and another call may have better ones. */
+    if (status != MLXDIST_INVALID_ARGUMENT) status = report(operation->group->engine, status);
   }
   operation->group->usable = is_connected(operation->group);
   return status;
@@ -139,15 +150,6 @@ static int take_address(struct engine *engine, struct peer *peer, const struct c
   engine_unlock(engine);
   if (!status && created) status = send_step(engine, peer->endpoint.rank, CONNECTION_ADDRESS);
   return status ? status : send_step(engine, peer->endpoint.rank, CONNECTION_READY);
-}
-
-/* What goes wrong in the side channel's thread is everybody's error. */
-static int report(struct engine *engine, int status) {
-  if (!status) return MLXDIST_OK;
-  engine_lock(engine);
-  engine_fail(engine, 0, status);
-  engine_unlock(engine);
-  return status;
 }
 
 int mlxdist_group_side_channel_receive(mlxdist_group *group, int32_t from, const void *bytes, uint64_t length) {

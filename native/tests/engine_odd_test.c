@@ -162,6 +162,88 @@ static int test_late_depth(void) {
   return failed | world_run(2, late_depth);
 }
 
+/* A device that has queue pairs, or regions, for a part of what two ranks need. Nothing stays of that part. */
+static struct counting {
+  struct verbs table;
+  const struct verbs *real;
+  int queue_pairs, memories, regions, most_queue_pairs, most_regions;
+} counting[WORLD_MAX_RANKS];
+static _Thread_local struct counting *own; /* of the thread that creates all */
+
+static struct ibv_qp *create_some(struct ibv_pd *pd, struct ibv_qp_init_attr *init) {
+  errno = EBUSY;
+  struct ibv_qp *qp = own->queue_pairs < own->most_queue_pairs ? own->real->create_qp(pd, init) : 0;
+  own->queue_pairs += qp != 0;
+  return qp;
+}
+
+static int destroy_counted(struct ibv_qp *qp) {
+  own->queue_pairs--;
+  return own->real->destroy_qp(qp);
+}
+
+static struct ibv_mr *register_some(struct ibv_pd *pd, void *memory, size_t bytes, int access) {
+  errno = ENOMEM;
+  struct ibv_mr *mr = own->regions < own->most_regions ? own->real->reg_mr(pd, memory, bytes, access) : 0;
+  own->regions += mr != 0;
+  return mr;
+}
+
+static int deregister_counted(struct ibv_mr *mr) {
+  own->regions--;
+  return own->real->dereg_mr(mr);
+}
+
+static void *allocate_counted(struct ibv_context *context, size_t bytes) {
+  own->memories++;
+  return own->real->alloc_memory(context, bytes);
+}
+
+static void free_counted(struct ibv_context *context, void *memory, size_t bytes) {
+  own->memories--;
+  own->real->free_memory(context, memory, bytes);
+}
+
+/* The other rank, which has not begun, hears of it by a channel that this test has not. */
+static void partly(struct world *world, int rank, int size, int most_queue_pairs, int most_regions) {
+  int barriers = 0;
+  struct world_side side;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.on_demand_threshold = 1;
+  options.timeout = options.entry_timeout = 1;
+  mlxdist_group *group = world_join(world, rank, &barriers, &options);
+  world_side_open(&side, world, group, rank);
+  if (rank == 0) {
+    struct device *device = &group->engine->transport.devices[0];
+    own = &counting[rank];
+    *own = (struct counting){*device->verbs, device->verbs, 0, 0, 0, most_queue_pairs, most_regions};
+    own->table.create_qp = create_some;
+    own->table.destroy_qp = destroy_counted;
+    own->table.reg_mr = register_some;
+    own->table.dereg_mr = deregister_counted;
+    own->table.alloc_memory = allocate_counted;
+    own->table.free_memory = free_counted;
+    device->verbs = &own->table;
+    int status = all_sum(group, rank, size, 10);
+    REQUIRE(status == MLXDIST_TRANSPORT || status == MLXDIST_RESOURCES);
+    REQUIRE(strstr(mlxdist_last_error(), most_queue_pairs < 2 ? "create_qp on the" : "reg_mr"));
+    for (int i = 0; i < 3; i++) REQUIRE(all_sum(group, rank, size, 10) == status);
+    REQUIRE(mlxdist_group_error(group) == status);
+    REQUIRE(own->queue_pairs == 0 && own->memories == 0 && own->regions == 0);
+    mlxdist_stats stats;
+    mlxdist_group_stats(group, &stats);
+    REQUIRE(stats.slab_bytes == 0 && stats.memory_registrations == 0);
+  }
+  world_barrier(world, &barriers);
+  world_side_close(&side);
+  mlxdist_group_destroy(group);
+}
+
+static void no_queue_pair(struct world *world, int rank, int size) { partly(world, rank, size, 0, 9); }
+static void one_queue_pair(struct world *world, int rank, int size) { partly(world, rank, size, 1, 9); }
+static void no_region(struct world *world, int rank, int size) { partly(world, rank, size, 9, 0); }
+
 static void all_together(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_options options = options_of("apple-odd");
@@ -195,6 +277,9 @@ int main(void) {
   int failed = test_access() | test_no_access() | test_each_alone() | test_late_depth();
   for (int size = 2; size <= 4; size++) failed |= world_run(size, all_together);
   failed |= world_run(2, bridged);
+  failed |= world_run(2, no_queue_pair);
+  failed |= world_run(2, one_queue_pair);
+  failed |= world_run(2, no_region);
   if (!failed) printf("engine_odd_test passed\n");
   return failed;
 }

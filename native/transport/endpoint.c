@@ -27,16 +27,24 @@ static int create_channels(struct endpoint *endpoint, uint32_t index) {
   if (!status) status = link_register_slab(link);
   if (status) return status;
   endpoint->channels[2ull * index].lkey = endpoint->channels[2ull * index + 1].lkey = link->slab.mr->lkey;
-  count(&transport->counters->memory_registrations, 1);
-  count(&transport->counters->slab_bytes, link->slab.bytes);
   return MLXDIST_OK;
 }
 
 int endpoint_create(struct endpoint *endpoint) {
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < endpoint->link_count && !status; link++) status = create_channels(endpoint, link);
-  if (!status) endpoint->channel_count = 2 * endpoint->link_count;
-  return status;
+  if (status) { /* a device has few queue pairs and regions: none stays with what is not used */
+    endpoint_destroy_channels(endpoint);
+    endpoint_free_memory(endpoint);
+    return status;
+  }
+  endpoint->channel_count = 2 * endpoint->link_count;
+  struct transport_counters *counters = endpoint->transport->counters;
+  for (uint32_t link = 0; link < endpoint->link_count; link++) {
+    count(&counters->memory_registrations, 1);
+    count(&counters->slab_bytes, endpoint->links[link].slab.bytes);
+  }
+  return MLXDIST_OK;
 }
 
 void endpoint_destroy_channels(struct endpoint *endpoint) {

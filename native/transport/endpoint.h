@@ -49,7 +49,7 @@ struct endpoint_address {
   uint32_t psn[WIRE_CHANNELS];
 };
 
-/* Creates the queue pairs of all links, and their slabs. */
+/* Creates the queue pairs of all links, and their slabs; all or none. */
 int endpoint_create(struct endpoint* endpoint);
 /* First the queue pairs of all endpoints, then the memory of all: Apple's provider fails to unmap a region that a queue
  * pair uses. */

@@ -22,6 +22,8 @@ int link_register_slab(struct link *link) {
 void link_free_slab(struct link *link) {
   if (link->slab.mr) device_deregister(link->device, link->slab.mr);
   if (link->slab.memory) link->device->verbs->free_memory(link->device->context, link->slab.memory, link->slab.bytes);
+  link->slab.mr = 0;
+  link->slab.memory = 0;
 }
 
 int32_t link_other(const struct endpoint *endpoint, uint32_t link) {
