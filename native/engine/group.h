@@ -50,12 +50,13 @@ struct mlxdist_group {
   struct places collectives;
   _Atomic uint64_t collectives_ended;
   uint64_t messages_issued;
-  atomic_uint threads_seen; /* that have called operations, */
-  atomic_uint thread_count; /* and those in the list */
-  _Atomic pthread_t first_thread;
-  uint32_t turn_thread; /* that has called the last collective, and */
-  uint64_t turn_begin;  /* the place of its first one since another thread did */
-  bool threads_overlap; /* collectives of two threads have been in progress at a time */
+  atomic_uint threads_seen;       /* that have called operations, */
+  atomic_uint thread_count;       /* and those in the list */
+  _Atomic pthread_t first_thread; /* 0 once it has ended: its id may be another thread's then */
+  mlxdist_group* next_numbered;   /* another one that knows a thread */
+  uint32_t turn_thread;           /* that has called the last collective, and */
+  uint64_t turn_begin;            /* the place of its first one since another thread did */
+  bool threads_overlap;           /* collectives of two threads have been in progress at a time */
   struct group_thread threads[GROUP_THREADS];
   double timeout;                  /* of its operations, in seconds; negative: that of the options */
   struct operation* _Atomic spare; /* one that has ended, for the next to use */

@@ -70,8 +70,17 @@ static void release(struct thread_life *life) {
   if (life && atomic_fetch_sub(&life->owners, 1) == 1) free(life);
 }
 
-static void end_thread(void *life) {
-  atomic_store(&((struct thread_life *)life)->ended, true);
+static mlxdist_group *numbered; /* those that know a thread, with the mutex */
+
+/* What other destructors of the thread call gets a life of its own. */
+static void end_thread(void *context) {
+  struct thread_life *life = context;
+  pthread_mutex_lock(&mutex);
+  for (mlxdist_group *group = numbered; group; group = group->next_numbered)
+    if (atomic_load(&group->threads[0].life) == life) group->first_thread = 0;
+  atomic_store(&life->ended, true);
+  pthread_mutex_unlock(&mutex);
+  own_life = 0;
   release(life);
 }
 
@@ -99,6 +108,10 @@ static uint32_t add_thread(mlxdist_group *group, struct thread_life *life) {
   atomic_fetch_add(&life->owners, 1);
   group->threads[i].number = number;
   atomic_store(&group->threads[i].life, life);
+  if (known == 0) {
+    group->next_numbered = numbered;
+    numbered = group;
+  }
   if (i == known) atomic_store(&group->thread_count, known + 1);
   release(before);
   return number;
@@ -118,6 +131,11 @@ static uint32_t number_of_thread(mlxdist_group *group) {
 }
 
 void label_forget_threads(mlxdist_group *group) {
+  pthread_mutex_lock(&mutex);
+  mlxdist_group **link = &numbered;
+  while (*link && *link != group) link = &(*link)->next_numbered;
+  if (*link) *link = group->next_numbered;
+  pthread_mutex_unlock(&mutex);
   for (uint32_t i = 0; i < group->thread_count; i++) release(group->threads[i].life);
 }
 

@@ -1,6 +1,7 @@
 /* Places against a plain list of flags: issued in any order, over the wrap of the numbers; and labels. */
 #include "places.h"
 
+#include "group.h"
 #include "label.h"
 #include "world.h"
 
@@ -39,9 +40,43 @@ static void match_labels(void) {
   REQUIRE(!strcmp(text, " in layers.0 #1 backward from thread 2 of its group"));
 }
 
+/* Two threads whose collectives overlap, after one that has ended and left its id to the first of them, as the system
+ * likes to do: the three have numbers of their own. */
+static mlxdist_group group;
+static uint64_t labels[3];
+static _Atomic int turn = 1;
+
+static void *call_once(void *context) {
+  labels[0] = label_of_call(&group, 7, 1);
+  return context;
+}
+
+static void *call_twice(void *context) {
+  int who = *(int *)context;
+  for (int place = 2 + who; place < 6 + who; place += 2) {
+    while (turn != place - 2) sched_yield();
+    labels[who] = label_of_call(&group, 7, (uint64_t)place);
+    turn++;
+  }
+  return 0;
+}
+
+static void number_threads(void) {
+  int who[] = {0, 1, 2};
+  pthread_t threads[3];
+  REQUIRE(pthread_create(&threads[0], 0, call_once, 0) == 0);
+  pthread_join(threads[0], 0);
+  for (int i = 1; i < 3; i++) REQUIRE(pthread_create(&threads[i], 0, call_twice, &who[i]) == 0);
+  for (int i = 1; i < 3; i++) pthread_join(threads[i], 0);
+  REQUIRE(labels[0] == 7);
+  REQUIRE(labels[1] == (UINT64_C(2) << LABEL_THREAD_SHIFT | 7) && labels[2] == (UINT64_C(3) << LABEL_THREAD_SHIFT | 7));
+  label_forget_threads(&group);
+}
+
 int main(void) {
   for (uint32_t seed = 0; seed < 20; seed++) issue_in_order_of(seed, 1 + seed * 7 % 100);
   match_labels();
+  number_threads();
   printf("places_test passed\n");
   return 0;
 }
