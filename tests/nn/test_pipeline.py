@@ -44,6 +44,11 @@ def test_calls_that_are_evaluated_together(run_ranks, ranks):
     equal(run_ranks, ranks, "together", "qwen3")
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3))])
+def test_compiled_and_plain_calls(run_ranks, ranks):
+    equal(run_ranks, ranks, "compiled", "qwen3")
+
+
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=LONG) for name in ("gpt_oss", "qwen3_next"))])
 def test_several_batches_on_their_way(run_ranks, name, ranks):

@@ -138,6 +138,20 @@ def together(name):
     same(name, results, [full(part) for part in parts])
 
 
+def compiled(name):
+    """Calls that MLX traces, between plain ones: neither sees what the other has left."""
+    full, model = tiny_models.build(name), tiny_models.build(name)
+    pipeline_parallel(model, group=group)
+    tokens = mx.array([PROMPT[0]])
+    expected, traced = full(tokens), mx.compile(lambda tokens: model(tokens))
+    twice = mx.compile(lambda tokens: [model(tokens), model(tokens)])
+    for call in (model, traced, model, traced, twice, model):
+        results = call(tokens)
+        mx.eval(results)
+        for result in results if isinstance(results, list) else [results]:
+            assert mx.allclose(result, expected, atol=1e-5, rtol=1e-5), mx.abs(result - expected).max().item()
+
+
 def in_flight(name):
     """1 to 8 requests in several batches, some of which end early, come later or are removed: as one process."""
     full, model = tiny_models.build(name), tiny_models.build(name)

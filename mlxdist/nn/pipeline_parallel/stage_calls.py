@@ -215,15 +215,16 @@ class _ConnectedRun(_Run):
     def __init__(self, calls: StageCalls, transfer: Transfer, shape: Sequence[int], inputs: Sequence[mx.array]) -> None:
         super().__init__(calls.chunks, shape)
         self.calls, self.transfer, self.inputs = calls, transfer, inputs
-        if bridge.traces():  # what is traced must not come into another trace
-            calls._receives, calls._sends = Order(transfer.incoming), Order(transfer.stream)
+        self.receives, self.sends = calls._receives, calls._sends
+        if bridge.traces():  # no call behind the trace may wait for what is in it, nor one in it for those before
+            self.receives, self.sends = Order(transfer.incoming), Order(transfer.stream)
 
     def enter(self, number: int) -> list[mx.array]:
         calls, taken = self.calls, self.calls.taken(number)
         batch, length = self.shape
         before = (calls.index - 1) % calls.stages
         received = self.transfer.recv(
-            taken, batch, length, before, calls._receives, *self.messages[-1:], inputs=self.inputs
+            taken, batch, length, before, self.receives, *self.messages[-1:], inputs=self.inputs
         )
         self.messages += received
         return received
@@ -231,5 +232,5 @@ class _ConnectedRun(_Run):
     def leave(self, number: int, arrays: list[mx.array]) -> None:
         calls = self.calls
         behind = (calls.index + 1) % calls.stages
-        order, to = calls._sends, calls.taken(number)
-        self.messages += self.transfer.send(arrays, behind, to, order, *self.messages[-1:], inputs=self.inputs)
+        to, before = calls.taken(number), self.messages[-1:]
+        self.messages += self.transfer.send(arrays, behind, to, self.sends, *before, inputs=self.inputs)
