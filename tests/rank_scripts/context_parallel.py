@@ -233,6 +233,8 @@ def bad_input() -> None:
     for prompt, message in ([], r"shape \(0,\)"), (tokens(2, 3), r"shape \(2, 3\)"), (mx.array([rank]), "disagree"):
         with pytest.raises(mlxdist.Mismatch if message == "disagree" else mlxdist.InvalidArgument, match=message):
             prefill(model, prompt, group=group)
+    with pytest.raises(TypeError if rank == 0 else mlxdist.InvalidArgument, match="'int' object is not iterable"):
+        prefill(model, 7 if rank == 0 else [1, 2], group=group)
     other = tiny_models.build("qwen3")
     assert mx.array_equal(other(tokens(1, 3)), tiny_models.build("qwen3")(tokens(1, 3)))  # of the same file
 

@@ -242,6 +242,9 @@ def refused() -> None:
     expect(mlxdist.InvalidArgument, ["plan is for", "ranks"], load_sharded, good, plan=more)
     other, _ = make(QWEN3 | {"vocab_size": 32})
     expect(mlxdist.InvalidArgument, ["another model"], load_sharded, good, plan=plan_shards(other, size))
+    expect(mlxdist.InvalidArgument, ["plan must be a Plan, not"], load_sharded, good, plan=7 if rank == last else plan)
+    wrong = {"stage_plan": "equal"} if rank == last else {"plan": plan}
+    expect(mlxdist.InvalidArgument, ["stage_plan must be a StagePlan, not str"], load_sharded, good, **wrong)
     print("right")
 
 

@@ -273,6 +273,10 @@ def bad_input():
     refused("does not call each layer once", tiny_models.build("iquestloopcoder"))
     refused("another model", llama, plan_stages(tiny_models.build("llama", num_hidden_layers=5), size))
     refused(f"has 1 stages, and the group {size} ranks", llama, plan_stages(llama, 1))
+    plan = plan_stages(llama, size)
+    refused("stage_plan must be a StagePlan of plan_stages, not str", llama, "equal" if rank == 0 else plan)
+    with pytest.raises(mlxdist.InvalidArgument, match="model must be an mlx.nn.Module, not str"):
+        pipeline_parallel("llama" if rank == 0 else llama, group=group)
     own = plan_stages(llama, size, rank_shares=[4 if stage == rank else 1 for stage in range(size)])
     refused("the ranks disagree", llama, own)
     refused("the ranks disagree", tiny_models.build("llama", num_hidden_layers=8 + rank))

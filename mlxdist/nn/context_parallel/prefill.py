@@ -37,15 +37,17 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], *, group: GroupL
         A ``KVCache`` of mlx-lm for each layer, with the full prompt; the same on all ranks.
 
     Raises:
-        InvalidArgument: the prompt is empty or not of one dimension.
+        InvalidArgument: on all ranks: the prompt is empty or not of one dimension.
         Mismatch: on all ranks: it is not the same on all of them.
         Also the errors of :mod:`mlxdist.runtime.operations.collectives`.
     """
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     group = group_of(group)
-    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
-    with agreed("prefill", group, tokens.tolist()):
+    compared: list[object] = []  # as it is behind the block
+    with agreed("prefill", group, compared):
+        tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
+        compared.append(tokens.tolist())
         if tokens.ndim != 1 or not tokens.size:
             raise InvalidArgument(f"prefill: the prompt has shape {tokens.shape}, but must be tokens, (length,)")
     padding = -tokens.size % (2 * group.size()) if group.size() > 1 else 0

@@ -39,13 +39,21 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
         ``model``. In a group of one it is unchanged, but for ``model.stage``.
 
     Raises:
-        InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is for another model or number
-            of ranks. The same on all ranks; the model is unchanged.
+        InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is none, or for another model or
+            number of ranks. The same on all ranks; the model is unchanged.
         Mismatch: the ranks have different plans, or models with other parameters, dtypes or frozen ones.
     """
     group = group_of(group)
     layers: Any = None
-    with agreed("pipeline_parallel", group, None if stage_plan is None else stage_plan.to_json(), described(model)):
+    given: list[str] = []  # compared as it is behind the block
+    with agreed("pipeline_parallel", group, given, described(model)):
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"pipeline_parallel: model must be an mlx.nn.Module, not {type(model).__name__}")
+        if stage_plan is not None and not isinstance(stage_plan, StagePlan):
+            raise InvalidArgument(
+                f"pipeline_parallel: stage_plan must be a StagePlan of plan_stages, not {type(stage_plan).__name__}"
+            )
+        given += [stage_plan.to_json()] if stage_plan else []
         if stage_of(model) is not None:
             raise InvalidArgument("pipeline_parallel: the model is a stage already")
         layers = find_layers(model)

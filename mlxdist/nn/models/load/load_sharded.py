@@ -106,8 +106,12 @@ def load_sharded(
     """
     start = time.perf_counter()
     group = group_of(group)
-    stages = stage_plan and stage_plan.to_json()
-    with agreed("load_sharded", group, tp, ep, pp, stages, rank_shares, stream, verify, plan and plan.to_json()):
+    plans: list[str | None] = []  # compared as it is behind the block
+    with agreed("load_sharded", group, tp, ep, pp, plans, rank_shares, stream, verify):
+        for name, one, kind in (("plan", plan, Plan), ("stage_plan", stage_plan, StagePlan)):
+            if not isinstance(one, kind | None):
+                raise InvalidArgument(f"load_sharded: {name} must be a {kind.__name__}, not {type(one).__name__}")
+            plans.append(None if one is None else one.to_json())
         if plan is not None and rank_shares is not None:
             raise InvalidArgument("load_sharded: the plan has its rank_shares; leave out rank_shares")
         if stage_plan is not None and pp not in (1, stage_plan.stages):
