@@ -206,8 +206,8 @@ def prune(
     """Removes what a save of step ``saved`` that is complete makes superfluous.
 
     It removes files that earlier saves of that step have left; checkpoints that are known as damaged, or have no
-    manifest; and checkpoints up to ``saved``, except for those that ``kept`` returns when it gets the complete ones in
-    ascending order. ``is_shared``: whether all ranks see this directory.
+    manifest; complete checkpoints up to ``saved`` that ``kept``, which gets all of these in ascending order, does not
+    return; and incomplete ones that are older than all that stay. ``is_shared``: whether all ranks see this directory.
 
     Raises OSError.
     """
