@@ -35,11 +35,6 @@ class Order:
         self._token: mx.array | None = None
         self._before: Arrays = []  # what the next operation waits for
 
-    @property
-    def before(self) -> Sequence[mx.array]:
-        """Arrays for a computation to depend on, so that it comes after all operations so far."""
-        return self._before
-
     def carry_out(self, operation: Callable[[mx.array], mx.array], x: mx.array, *after: mx.array) -> mx.array:
         """``operation(x)``, once the operations before it and ``after`` are computed.
 

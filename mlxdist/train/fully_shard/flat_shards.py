@@ -92,9 +92,9 @@ class FlatShards:
     def shards(self) -> list[mx.array]:
         return [slot.array for slot in self.slots]
 
-    def pack_shards(self, shards: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
+    def pack_shards(self, shards: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         """The vector that this rank sends: shape (length,)."""
-        return _joined([array if dtype is None else array.astype(dtype) for array in shards], self.length)
+        return _joined([array.astype(dtype) for array in shards], self.length)
 
     def unpack(self, vector: mx.array) -> list[mx.array]:
         """The full parameters, as views of the vector of shape (ranks * length,)."""

@@ -133,11 +133,11 @@ def load_sharded(
                 require_adapters_of(model, plan, *each, several)
         row = group  # the ranks of this stage
         if stage_plan is not None:
-            row = group_of(group.split(group.rank() // plan.ranks))
+            row = _split(group, group.rank() // plan.ranks)
         # Before weights are read: until here arrays have shapes alone, so no rank ever holds the full model.
         model = shard_model(model, plan, group=row)
         if stage_plan is not None:
-            pipeline_parallel(model, group=group_of(group.split(group.rank() % plan.ranks)), stage_plan=stage_plan)
+            pipeline_parallel(model, group=_split(group, group.rank() % plan.ranks), stage_plan=stage_plan)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, row.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
@@ -194,6 +194,12 @@ def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int, pp: 
         stage = "group" if pp == 1 else "stage"
         raise InvalidArgument(f"load_sharded: tp={tp} times ep={ep} is not the {size} ranks of the {stage}")
     return tp
+
+
+def _split(group: Group, color: int) -> Group:
+    own = group.split(color)
+    assert own is not None  # the color is not negative
+    return own
 
 
 @contextmanager
