@@ -146,6 +146,8 @@ int engine_add_group(struct engine *engine, mlxdist_group *group) {
     engine->groups = grown;
     engine->groups_capacity = capacity;
   }
+  if (engine->groups[group->id])
+    return fail(MLXDIST_MISMATCH, "rank %d has a group of the number %d already", engine->rank, group->id);
   engine->groups[group->id] = group;
   return MLXDIST_OK;
 }
@@ -156,7 +158,22 @@ void engine_remove_group(struct engine *engine, const mlxdist_group *group) {
   engine_unlock(engine);
 }
 
-void engine_use_group_id(struct engine *engine, int32_t id) { engine->next_group_id = id + 1; }
+int32_t engine_next_group_id(struct engine *engine) {
+  engine_lock(engine);
+  int32_t id = engine->next_group_id;
+  engine_unlock(engine);
+  return id;
+}
+
+bool engine_take_group_id(struct engine *engine, int32_t id) {
+  uint8_t bit = (uint8_t)(1u << id % 8);
+  engine_lock(engine);
+  bool taken = engine->used_group_ids[id / 8] & bit;
+  engine->used_group_ids[id / 8] |= bit;
+  if (id >= engine->next_group_id) engine->next_group_id = id + 1;
+  engine_unlock(engine);
+  return !taken;
+}
 
 void engine_finalize(struct engine *engine) {
   transport_stop_keepalive(&engine->transport);

@@ -32,6 +32,8 @@ struct late_peer {
   struct layout_name operation;
 };
 
+#define GROUP_IDS 0x8000u /* that there are, with that of the stream lane */
+
 struct engine {
   int32_t rank, size;
   char host[256];
@@ -47,7 +49,8 @@ struct engine {
   mlxdist_group** groups; /* by id; those that do not exist any more are NULL */
   uint32_t groups_capacity;
   mlxdist_group* stream_lane;             /* of the world; not among the groups */
-  int32_t next_group_id;                  /* the lowest that no group of this rank has had */
+  uint8_t used_group_ids[GROUP_IDS / 8];  /* as a mask; of those of a group that this rank has had, or tried */
+  int32_t next_group_id;                  /* one more than the highest of them */
   struct operation *active, *active_last; /* in the order in which they were issued */
   int active_count;
   uint64_t unexpected_count; /* messages of all peers that no transfer expects */
@@ -103,8 +106,10 @@ int engine_add_group(struct engine* engine, mlxdist_group* group);
 /* And no more. */
 void engine_remove_group(struct engine* engine, const mlxdist_group* group);
 
-/* A group has this id, on this rank or on another: a group that this rank makes from now on has a higher one. */
-void engine_use_group_id(struct engine* engine, int32_t id);
+/* What this rank would call its next group. */
+int32_t engine_next_group_id(struct engine* engine);
+/* Takes this id for one group of this rank, for ever; false if it is taken. */
+bool engine_take_group_id(struct engine* engine, int32_t id);
 
 /* No operation begins any more. */
 void engine_finalize(struct engine* engine);

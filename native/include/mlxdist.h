@@ -363,7 +363,8 @@ typedef struct mlxdist_call {
 
 /* Makes a group of the ranks of `group` that pass the same `color`, numbered by `key`, then by rank. Collective over
  * `group`. A negative color takes part and gets none: *result is NULL. Groups made here end with
- * mlxdist_group_destroy, in any order, before the group that connects them. */
+ * mlxdist_group_destroy, in any order, before the group that connects them. Threads may split different groups at once,
+ * in any order; one group by one thread at a time, as its ranks would not know which of two they answer. */
 int mlxdist_group_split(mlxdist_group* group, int32_t color, int32_t key, mlxdist_call* call, mlxdist_group** result);
 
 /* The label of a text: "model.layers.3.self_attn #2". Two ranks whose operations have labels that differ disagree on

@@ -1,7 +1,7 @@
 /* The engine on forked processes: every operation with exact results, its counters, and what it refuses.
  * tests/ranks/test_collectives.py compares values with NumPy over all dtypes; this one runs under sanitizers. */
 #include "group.h"
-#include "world.h"
+#include "sums.h"
 
 /* Small integers: any order of additions gives the same float. */
 static float value(int rank, uint64_t i, int salt) {
@@ -331,6 +331,43 @@ static void garbled_message(struct world *world, int rank, int size) {
   }
 }
 
+/* Two threads split two groups at once, one in the opposite order of the other: no two groups have one number. */
+struct splitter {
+  mlxdist_group *parent;
+  int rank, size;
+  int32_t ids[50];
+  pthread_t thread;
+};
+
+static void *split_often(void *context) {
+  struct splitter *splitter = context;
+  mlxdist_group *made[50];
+  for (int i = 0; i < 50; i++) {
+    if ((splitter->rank + i) % 3 == 0) sched_yield();
+    REQUIRE(mlxdist_group_split(splitter->parent, 0, splitter->rank, 0, &made[i]) == MLXDIST_OK);
+    splitter->ids[i] = mlxdist_group_id(made[i]);
+    REQUIRE(all_sum(made[i], splitter->rank, splitter->size, 10) == MLXDIST_OK);
+  }
+  for (int i = 0; i < 50; i++) mlxdist_group_destroy(made[i]);
+  return 0;
+}
+
+static void split_at_once(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  struct splitter splitters[2] = {{.rank = rank, .size = size}, {.rank = rank, .size = size}};
+  for (int i = 0; i < 2; i++) REQUIRE(mlxdist_group_split(group, 0, rank, 0, &splitters[i].parent) == MLXDIST_OK);
+  for (int i = 0; i < 2; i++) {
+    struct splitter *next = &splitters[(rank + i) % 2];
+    REQUIRE(pthread_create(&next->thread, 0, split_often, next) == 0);
+  }
+  for (int i = 0; i < 2; i++) pthread_join(splitters[i].thread, 0);
+  for (int i = 0; i < 50; i++)
+    for (int k = 0; k < 50; k++) REQUIRE(splitters[0].ids[i] != splitters[1].ids[k]);
+  for (int i = 0; i < 2; i++) mlxdist_group_destroy(splitters[i].parent);
+  world_leave(world, group, &barriers);
+}
+
 int main(void) {
   int failed = 0;
   for (int size = 1; size <= 8; size = size < 4 ? size + 1 : size * 2) failed |= world_run(size, every_operation);
@@ -344,6 +381,8 @@ int main(void) {
   failed |= world_run(3, refused_without_harm);
   failed |= world_run(2, waits_end);
   failed |= world_run(2, leaving_early);
+  failed |= world_run(2, split_at_once);
+  failed |= world_run(3, split_at_once);
   failed |= world_run(2, garbled_message);
   failed |= world_run(2, truncated_message);
   if (!failed) printf("engine_test passed\n");
