@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from functools import wraps
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -134,6 +135,7 @@ class NanGuard:
     def _observed(self, kind: Any) -> type:
         """A subclass of ``kind`` whose calls are observed. It keeps the name, by which other code finds modules."""
 
+        @wraps(kind.__call__)  # mlx-lm reads the signature
         def __call__(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
             path = self._names.get(id(module)) if self._collects else None
             if path is None:

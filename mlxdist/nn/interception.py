@@ -9,7 +9,7 @@ A module may be wrapped several times: each class derives from the one before, a
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import mlx.nn as nn
@@ -34,18 +34,23 @@ def restore(module: nn.Module) -> None:
 
 def subclass(kind: type, **methods: Callable[..., Any]) -> type:
     """A class for instances of ``kind`` with other methods: each is called with ``kind`` first."""
-    bound = {name: _with_first(method, kind) for name, method in methods.items()}
+    bound = {name: _with_first(method, kind, name) for name, method in methods.items()}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__} | bound)
 
 
-def _with_first(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    return lambda self, *args, **keywords: function(kind, self, *args, **keywords)
+def _with_first(function: Callable[..., Any], kind: type, name: str) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return function(kind, self, *args, **keywords)
+
+    replaced = getattr(kind, name, None)
+    return call if replaced is None else wraps(replaced)(call)  # mlx-lm reads the signature
 
 
 @cache
 def with_result(kind: Any, change: Callable[[Any, Any], Any], name: str) -> Any:
     """The class ``kind``, as ``name``, whose call returns ``change(module, result)``."""
 
+    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return change(self, kind.__call__(self, *arguments, **keywords))
 

@@ -72,6 +72,11 @@ def test_loading(run_ranks, tmp_path, ranks, tp):
     equal(run_ranks, ranks, "loading", tmp_path, tp)
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3))])
+def test_signatures_that_mlx_lm_reads(run_ranks, ranks):
+    equal(run_ranks, ranks, "signatures")
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
 def test_bad_input(run_ranks, ranks):
     equal(run_ranks, ranks, "bad_input")

@@ -6,6 +6,7 @@ Every rank has the model of one process, too. The operations are the same, so th
 import os
 import signal
 import sys
+from inspect import signature
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,10 +15,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import save_config, save_model
+from mlx_lm.utils import does_model_support_input_embeddings, save_config, save_model
 
 import mlxdist
+from mlxdist.debug import NanGuard
 from mlxdist.nn import PipelineBatchGenerator, load_sharded, pipeline_parallel, plan_shards, plan_stages, shard_model
+from mlxdist.train import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -255,6 +258,29 @@ def loading(directory, tp):
         load_sharded(folder, group=group, tp=tp, pp=stages, verify=True, adapter_path=folder / "adapters")
     with pytest.raises(mlxdist.InvalidArgument, match=f"the {size} ranks of the group are no pp=5 equal stages"):
         load_sharded(folder, group=group, pp=5)
+
+
+def signatures():
+    """What mlx-lm reads from the signature of a model's call, it reads from a changed one."""
+    sharded = lambda model: shard_model(model, plan_shards(model, tp=size), group=group)
+    for change in (lambda model: pipeline_parallel(model, group=group), sharded, fully_shard, watched):
+        full, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+        change(model)
+        assert does_model_support_input_embeddings(model)
+        for one, other in zip(full.modules(), model.modules()):
+            if type(one).__name__ == type(other).__name__.removeprefix("Sharded") and hasattr(type(one), "__call__"):
+                assert signature(type(one).__call__) == signature(type(other).__call__), type(other)
+    full, model = tiny_models.build("qwen3"), pipeline_parallel(tiny_models.build("qwen3"), group=group)
+    embedded = mx.random.normal((8, 64))
+    rows = [
+        [token for token, _ in generate_step(mx.array([]), one, max_tokens=4, input_embeddings=embedded)]
+        for one in (full, model)
+    ]
+    assert rows[0] == rows[1], rows
+
+
+def watched(model):
+    NanGuard(model, group=group)
 
 
 def bad_input():

@@ -113,7 +113,9 @@ class StageCalls:
         if self.transfer is None:
             return self._model(tokens, *args, **keywords)
         inputs = inputs_of(tokens, *args, *keywords.values())
-        run = _ConnectedRun(self, self.transfer, tokens.shape, inputs)
+        embeddings = keywords.get("input_embeddings")  # of mlx-lm, which may come without tokens
+        shape = tokens.shape if embeddings is None else embeddings.shape[:2]
+        run = _ConnectedRun(self, self.transfer, shape, inputs)
         logits = self._called(run, tokens, *args, **keywords)
         if self.index < self.stages - 1:  # these are made of zeros: only their shape is right
             (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -228,6 +228,7 @@ def _sharded(kind: Any) -> type[nn.Module]:
 
 
 def _method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)  # mlx-lm reads the signature
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._unit.call(self, method, args, kwargs)
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from math import prod
 from threading import Lock, get_ident
 from typing import Any
@@ -325,6 +325,7 @@ def _refusing_gradients(result: Any, text: str) -> Any:
 def _in_region(kind: Any) -> type[nn.Module]:
     _, first, *_ = inspect.signature(kind.__call__).parameters
 
+    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         region = self._region
         if not region.scaled and not bridge.traces():  # decoding: what is done here costs time for each token
@@ -341,6 +342,7 @@ def _in_region(kind: Any) -> type[nn.Module]:
 
 @cache
 def _refusing(kind: Any) -> type[nn.Module]:
+    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         result = kind.__call__(self, *arguments, **keywords)
         text = f"a gradient of {kind.__name__}, which is sharded: {self._no_training}"
