@@ -98,7 +98,8 @@ def value_and_grad(
         axes = {"group": everyone} if everyone.size() > 1 else {}
     actions: Schedule | None = None
     options = {"micro_batches": micro_batches, "all_reduce_size": all_reduce_size, "reduce_dtype": reduce_dtype}
-    with agreed(NAME, everyone if mesh is None else mesh.group, options | {"schedule": schedule}):
+    # Its str() is a picture, which two schedules may share, and which one that deadlocks has not.
+    with agreed(NAME, everyone if mesh is None else mesh.group, options | {"schedule": repr(schedule)}):
         _check(model, fn, group is not None and mesh is not None, micro_batches, all_reduce_size)
         check_reduce_dtype(NAME, reduce_dtype)
         if stage is None and schedule is not None:

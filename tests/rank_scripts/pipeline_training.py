@@ -7,6 +7,7 @@ Every rank has the model of one process, too, and its gradients of the whole bat
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,16 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
-from mlxdist.nn import context_parallel, pipeline_parallel, pipeline_schedule, plan_shards, plan_stages, shard_model
+from mlxdist.nn import (
+    Action,
+    Schedule,
+    context_parallel,
+    pipeline_parallel,
+    pipeline_schedule,
+    plan_shards,
+    plan_stages,
+    shard_model,
+)
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.runtime.diagnostics.step import current_computing
 from mlxdist.runtime.group.group import engine_of
@@ -476,6 +486,18 @@ def bad_input():
     if size > 1:
         refused("must be a Schedule or its name", lambda: make(schedule=7 if rank == 0 else None))
         refused("differ|disagree", lambda: make(schedule="gpipe" if rank == 0 else None))
+        own = pipeline_schedule("gpipe", size, 64)
+        swap = {20: 21, 21: 20}
+        swapped = tuple(
+            tuple(replace(one, micro_batch=swap.get(one.micro_batch, one.micro_batch)) for one in row)
+            for row in own.actions
+        )
+        other = replace(own, actions=swapped)
+        refused("disagree about the schedule", lambda: make(schedule=other if rank else own, micro_batches=64))
+        rows = [("F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"), ("F0", "F1", "B0", "B1", "F2", "B2", "F3", "B3")]
+        actions = tuple(tuple(Action(name[0], int(name[1])) for name in rows[min(at, 1)]) for at in range(size))
+        stuck = Schedule("stuck", size, 4, 1, actions)
+        refused("wait for each other", lambda: make(schedule=None if rank else stuck))
         for layer, words in (0, "disagree about the parameter model.layers.0"), (-1, "disagree about the parameter "):
             other = tiny_models.build("qwen3")
             if rank == size - 1:
