@@ -1,5 +1,6 @@
 """One rank of test_shard_model.py. Arguments: the scenario and its arguments. Prints "close" at the end."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -169,6 +170,13 @@ def refused() -> None:
             assert words in str(error) and len(set(texts)) == 1, (str(error), texts)
         else:
             raise AssertionError(f"no error: {words}")
+    broken = Broken(*(getattr(plan, field.name) for field in dataclasses.fields(plan)))
+    try:
+        shard_model(model, broken if first else plan, group=group)
+    except KeyError if first else mlxdist.InvalidArgument as error:
+        assert "nothing" in str(error), error
+    else:
+        raise AssertionError("no error of a model that fails on one rank")
     plan.check(model)  # it is still full
     shard_model(model, plan, group=group)
     try:
@@ -177,6 +185,13 @@ def refused() -> None:
         assert "in the plan float32 of shape" in str(error), error
     else:
         raise AssertionError("a model was sharded twice")
+
+
+class Broken(Plan):
+    """A plan that fails in another way than by an InvalidArgument."""
+
+    def check(self, model: nn.Module) -> None:
+        raise KeyError("nothing")
 
 
 def padded(text: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from mlxdist.nn.expert_parallel.switch_glu import ExpertParallelSwitchGLU
 from mlxdist.nn.interception import become, with_result
 from mlxdist.nn.layout.modules import join_path, parameters
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from mlxdist.nn.rank_checks import agree, described
+from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
@@ -54,16 +54,17 @@ def shard_model(model: nn.Module, plan: Plan, *, group: GroupLike | None = None)
     Raises, with the same text on all ranks and before anything is changed, InvalidArgument: the plan is for another
     model or number of ranks, the model is sharded already. Mismatch: the ranks have different plans or models. A
     call of the model raises Mismatch on all ranks where one calls it with other arrays, such as tokens that it has
-    sampled with another seed.
+    sampled with another seed. InvalidArgument, when ``model.shard()`` has changed the model already: it divides a
+    parameter that is in no block that it shards.
     """
     group = group_of(group)
-    problem, blocks = None, []
-    try:
-        blocks = _check(model, plan, group)
-    except InvalidArgument as error:
-        problem = f"shard_model: {error}"
-    text = plan.to_json() if isinstance(plan, Plan) else ""
-    agree("shard_model", group, problem, {"plan": crc32(text.encode())} | described(model))
+    compared: dict[str, object] = {}  # as it is behind the block
+    with agreed("shard_model", group, compared, described(model)):
+        try:
+            blocks = _check(model, plan, group)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"shard_model: {error}") from error
+        compared["plan"] = crc32(plan.to_json().encode())
     if plan.ranks == 1:
         return model
     tp_group = group if plan.ep == 1 else group_of(group.split(color=group.rank() // plan.tp))
