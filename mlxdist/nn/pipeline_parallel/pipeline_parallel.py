@@ -36,7 +36,8 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
         stage_plan: of :func:`plan_stages`, the same on all ranks; ``None`` makes one with stages of equal parameters.
 
     Returns:
-        ``model``. In a group of one it is unchanged, but for ``model.stage``.
+        ``model``. In a group of one it keeps all parameters; its calls and those of its layers go by way of
+        ``model.stage``, which can have virtual stages there, too.
 
     Raises:
         InvalidArgument: the model has no stages, as :func:`plan_stages` says; the plan is none, or for another model or
