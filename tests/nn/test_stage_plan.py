@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from mlxdist import InvalidArgument
 from mlxdist.nn import StagePlan, plan_stages
+from mlxdist.nn.interception import restore
+from mlxdist.nn.pipeline_parallel.missing_layers import drop_parameters
 
 LAYERS = (2, 3, 5, 7)
 
@@ -183,3 +185,10 @@ def test_json_that_is_no_plan(change):
 def test_text_that_is_no_plan(text):
     with pytest.raises(InvalidArgument, match="this is not the JSON of a plan"):
         StagePlan.from_json(text)
+
+
+def test_the_class_of_a_layer_without_parameters_is_restored():
+    layer = nn.Linear(2, 2)
+    drop_parameters(layer)
+    restore(layer)
+    assert type(layer) is nn.Linear
