@@ -6,6 +6,7 @@
 #include "check.h"
 #include "credit.h"
 #include "error.h"
+#include "failover.h"
 #include "receive.h"
 #include "reconnect.h"
 #include "thread.h"
@@ -194,10 +195,27 @@ static void test_error(void) {
   close_pair(sides);
 }
 
+/* The reply to a probe came by a link whose port is down since: no link would be left. */
+static void test_last_link(void) {
+  struct transport transport = {0};
+  struct endpoint endpoint = {.transport = &transport, .rank = 1, .channel_count = 4, .dead_links = 2};
+  for (uint32_t i = 0; i < 4; i++)
+    endpoint.channels[i] = (struct channel){
+        .endpoint = &endpoint, .index = i, .sent = WIRE_START + 1, .acked = WIRE_START, .seen_acked = WIRE_START};
+  struct wire_header header = {.kind = WIRE_ACK, .flags = WIRE_PROBE_REPLY};
+  endpoint.suspect = &endpoint.channels[0];
+  failover_on_ack(&endpoint.channels[2], &header);
+  CHECK_EQUAL(endpoint.dead_links, 2);
+  endpoint.dead_links = 0;
+  endpoint.suspect = &endpoint.channels[0];
+  failover_on_ack(&endpoint.channels[2], &header);
+  CHECK_EQUAL(endpoint.dead_links, 1);
+}
+
 int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"Messages", test_messages},   {"Faults", test_faults}, {"Credit", test_credit},
-      {"Reconnect", test_reconnect}, {"Error", test_error},
+      {"Reconnect", test_reconnect}, {"Error", test_error},   {"LastLink", test_last_link},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

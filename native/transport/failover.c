@@ -21,6 +21,7 @@ int failover_probe(struct channel *channel) {
 static void judge(struct endpoint *endpoint) {
   const struct channel *suspect = endpoint->suspect;
   endpoint->suspect = 0;
+  if (link_other(endpoint, channel_link(suspect)) < 0) return; /* the other one has died since it brought this */
   if (suspect->acked == suspect->sent || suspect->acked != suspect->seen_acked) return;
   debug(DEBUG_WARN, "link", "link %u to rank %d is dead; what it carried goes by the other one", channel_link(suspect),
         endpoint->rank);
