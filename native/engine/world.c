@@ -209,7 +209,7 @@ void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reaso
 
 void mlxdist_group_fail(mlxdist_group *group, int32_t status, const char *reason) {
   engine_lock(group->engine);
-  engine_fail_all(group->engine, 0, fail(status, "%s", reason));
+  engine_fail_all(group->engine, 0, fail(status == MLXDIST_OK ? MLXDIST_ABORTED : status, "%s", reason));
   engine_unlock(group->engine);
 }
 

@@ -81,6 +81,8 @@ int main(void) {
   }
   mlxdist_flight_record records[64];
   REQUIRE(mlxdist_flight_read(pair.group[0], records, 64) == 20 && strcmp(records[0].operation, "all_sum") == 0);
+  mlxdist_group_fail(pair.group[0], MLXDIST_OK, "a failure without a number");
+  REQUIRE(mlxdist_group_error(pair.group[0]) == MLXDIST_ABORTED);
   pair_close(&pair);
   printf("operation_test passed\n");
   return 0;
