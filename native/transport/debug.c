@@ -34,16 +34,25 @@ static bool is_wanted(enum debug_level level, const char *subsystem) {
   return level <= DEBUG_WARN || !output.subsystems[0] || strstr(output.subsystems, name);
 }
 
+/* What is the same for all lines, read at once: another thread may open a file meanwhile. */
+static bool read_output(enum debug_level level, const char *subsystem, int *rank) {
+  pthread_mutex_lock(&output.lock);
+  bool wanted = is_wanted(level, subsystem);
+  *rank = output.rank;
+  pthread_mutex_unlock(&output.lock);
+  return wanted;
+}
+
 void debug_write(enum debug_level level, const char *subsystem, const char *format, ...) {
-  if (!is_wanted(level, subsystem)) return;
+  int rank;
+  if (!read_output(level, subsystem, &rank)) return;
   char line[LINE_BYTES];
   struct timespec now;
   struct tm local;
   clock_gettime(CLOCK_REALTIME, &now);
   localtime_r(&now.tv_sec, &local);
-  int length =
-      snprintf(line, sizeof line, "%02d:%02d:%02d.%06ld mlxdist rank %d pid %d %s %s: ", local.tm_hour, local.tm_min,
-               local.tm_sec, now.tv_nsec / 1000, output.rank, (int)getpid(), names[level], subsystem);
+  int length = snprintf(line, sizeof line, "%02d:%02d:%02d.%06ld mlxdist rank %d pid %d %s %s: ", local.tm_hour,
+                        local.tm_min, local.tm_sec, now.tv_nsec / 1000, rank, (int)getpid(), names[level], subsystem);
   va_list arguments;
   va_start(arguments, format);
   int more = vsnprintf(line + length, sizeof line - (size_t)length - 1, format, arguments);
@@ -52,8 +61,10 @@ void debug_write(enum debug_level level, const char *subsystem, const char *form
   if (length > LINE_BYTES - 2) length = LINE_BYTES - 2;
   line[length++] = '\n';
   /* One write, to a file opened for appending: lines of several processes do not mix. A full disk is no reason to
-   * stop. */
+   * stop. With the lock: who opens another file closes this one, and its number may soon be that of any other. */
+  pthread_mutex_lock(&output.lock);
   ssize_t written = write(output.file >= 0 ? output.file : STDERR_FILENO, line, (size_t)length);
+  pthread_mutex_unlock(&output.lock);
   (void)written;
 }
 

@@ -5,7 +5,7 @@
  *
  *   12:34:56.789012 mlxdist rank 1 pid 4711 warn link: ...
  *
- * Process-wide: the first group that opens it decides. Off, a call of debug() is a load and a branch.
+ * Process-wide: the last group that opens it decides. Off, a call of debug() is a load and a branch.
  */
 #pragma once
 
