@@ -467,7 +467,8 @@ int mlxdist_come(mlxdist_group* world, const mlxdist_edge* edges, uint64_t count
 int mlxdist_group_watch_failure(mlxdist_group* group);
 void mlxdist_group_stop_watching(mlxdist_group* group);
 
-/* Replaces the table by which algorithms are chosen. Must be equal on all ranks: another choice is a mismatch. */
+/* Replaces the table by which algorithms are chosen, while no thread of this rank starts an operation. Must be equal on
+ * all ranks: another choice is a mismatch. */
 int mlxdist_group_set_tuning(mlxdist_group* group, const mlxdist_tuning* table, uint64_t lines);
 
 /* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
