@@ -1,4 +1,4 @@
-/* The first error of a group: it wins, every later operation returns it. */
+/* The first error of an engine, one for all its groups: it wins, every later operation returns it. */
 #pragma once
 
 #include "error.h"

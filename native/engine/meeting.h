@@ -21,16 +21,16 @@
  * of the circle is a meeting or an operation that has begun.
  *  - All steps are meetings: each request carries the set of ranks that wait for its sender, by the requests that
  *    it has not answered itself. It is retransmitted at once when the set grows, so each soon has the whole circle, and
- * a rank that finds itself in the set of such a request ends its meetings. Ranks that are equal modulo MEETING_SET_BITS
- * share a bit, which can end a meeting too early, never too late.
- *  - Otherwise some operation that has begun waits for the rank R of a meeting. It retransmits `ready` for the transfer
- * that it receives (timers.c), or its first messages lie here. If R has not begun that transfer for MEETING_NEEDED_NS,
- * it ends its meetings. Left out are members of the operation that R meets for that have come to it, in its group: they
- *    wait for that operation, or for one that comes after it in their group here, too. That holds by the order of that
- *    group alone, whatever the counts are. And a member that has begun the operation itself, but not come to its
- * number, since the groups are in another order there, is not left out: it ends the meeting. Such a meeting hands its
- * operation over, as if there were no meetings. GPU work that R has encoded for earlier operations is submitted first
- * (connection.cpp), as far as it is on the thread's default stream.
+ *    a rank that finds itself in the set of such a request ends its meetings. Ranks that are equal modulo
+ *    MEETING_SET_BITS share a bit, which can end a meeting too early, never too late.
+ *  - Otherwise some operation that has begun waits for the rank R of a meeting. It retransmits `ready` for the
+ *    transfer that it receives (timers.c), or its first messages lie here. If R has not begun that transfer for
+ *    MEETING_NEEDED_NS, it ends its meetings. Left out are members of the operation that R meets for that have come to
+ *    it, in its group: they wait for that operation, or for one that comes after it in their group here, too. That
+ *    holds by the order of that group alone, whatever the counts are. And a member that has begun the operation
+ *    itself, but not come to its number, since the groups are in another order there, is not left out: it ends the
+ *    meeting. Such a meeting hands its operation over, as if there were no meetings. GPU work that R has encoded for
+ *    earlier operations is submitted first (connection.cpp), as far as it is on the thread's default stream.
  */
 #pragma once
 

@@ -88,7 +88,7 @@ static int run(struct operation *operation) {
   if (!status && !handled) wait_for(operation, 0);
   if (!status && handled) {
     bool progressed = false;
-    engine_progress(engine, &progressed); /* `operation` may have ended, and with its handle freed elsewhere be gone */
+    engine_progress(engine, &progressed); /* `operation` may have ended */
   }
   engine_unlock(engine);
   if (!status && handled) progress_wake(engine);

@@ -13,7 +13,7 @@ static const struct transfer *waited_transfer(const struct operation *operation,
   *receives = true;
   for (int i = 0; i < round->ins; i++) {
     const struct transfer *transfer = &operation->in.list[round->first_in + i];
-    if (!transfer_is_received(transfer) && !has_next_piece(transfer)) return transfer;
+    if (!transfer_is_done(transfer) && !has_next_piece(transfer)) return transfer;
   }
   *receives = false;
   for (int i = 0; i < round->outs; i++) {

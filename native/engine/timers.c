@@ -19,7 +19,7 @@ static int repeat_cts(struct operation *operation) {
     struct peer *peer = operation->in.list[i].group_peer->peer;
     status = matching_free_slots(peer);
     peer->endpoint.ack_now = true;
-    if (!status && !transfer_is_received(&operation->in.list[i])) status = matching_send_cts(&operation->in.list[i]);
+    if (!status && !transfer_is_done(&operation->in.list[i])) status = matching_send_cts(&operation->in.list[i]);
   }
   return status;
 }

@@ -163,7 +163,7 @@ static inline int release_piece(struct operation *operation, struct transfer *tr
 
 /* Copies the next piece of a transfer to its place. */
 static int pull(struct operation *operation, struct transfer *transfer, bool *progressed) {
-  if (transfer_is_received(transfer)) return MLXDIST_OK;
+  if (transfer_is_done(transfer)) return MLXDIST_OK;
   struct recv_desc *desc;
   int status = next_piece(operation, transfer, &desc);
   if (status || !desc) return status;
@@ -193,7 +193,7 @@ static bool may_overwrite(const struct operation *operation, const struct round 
 static int reduce_piece(struct operation *operation, struct round *round, bool *progressed) {
   struct reduce_step *step = &round->reduce;
   struct transfer *in = &operation->in.list[round->first_in];
-  if (transfer_is_received(&in[round->ins - 1])) return MLXDIST_OK;
+  if (transfer_is_done(&in[round->ins - 1])) return MLXDIST_OK;
   const void *sources[MLXDIST_MAX_RANKS];
   uint32_t length = 0;
   int n = 0;
@@ -219,7 +219,7 @@ static int reduce_piece(struct operation *operation, struct round *round, bool *
 
 static bool is_over(const struct operation *operation, const struct round *round) {
   for (int i = 0; i < round->ins; i++)
-    if (!transfer_is_received(&operation->in.list[round->first_in + i])) return false;
+    if (!transfer_is_done(&operation->in.list[round->first_in + i])) return false;
   for (int i = 0; i < round->outs; i++)
     if (!transfer_is_sent(&operation->out.list[round->first_out + i])) return false;
   return true;

@@ -34,7 +34,7 @@ static inline uint64_t transfer_eager_limit(const struct engine* engine) {
   return 2 * (uint64_t)engine->options.bulk_slot_bytes;
 }
 
-static inline bool transfer_is_received(const struct transfer* transfer) {
+static inline bool transfer_is_done(const struct transfer* transfer) {
   return transfer->started && transfer->done == transfer->bytes;
 }
 
@@ -50,7 +50,7 @@ static inline bool transfer_is_acked(const struct transfer* transfer) {
   return true;
 }
 static inline bool transfer_is_sent(const struct transfer* transfer) {
-  return transfer_is_received(transfer) && (!transfer->from_region || transfer_is_acked(transfer));
+  return transfer_is_done(transfer) && (!transfer->from_region || transfer_is_acked(transfer));
 }
 
 /* By which two ranks know it, within a group. */

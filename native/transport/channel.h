@@ -129,7 +129,7 @@ static inline void channel_complete(struct channel* channel, uint32_t request) {
 static inline void channel_mark_connected(struct channel* channel) { channel->connected = true; }
 static inline void channel_mark_answered(struct channel* channel) { channel->answered = true; }
 /* Whether messages may leave from now on: both sides are ready. */
-static inline bool channel_open(struct channel* channel) {
+static inline bool channel_try_open(struct channel* channel) {
   channel->open = channel->connected && channel->answered;
   return channel->open;
 }

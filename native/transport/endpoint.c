@@ -83,7 +83,7 @@ int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *a
     if (!status) status = receive_post_all(channel);
     if (status) return status;
     channel_mark_answered(channel);
-    (void)channel_open(channel); /* nothing is sent before the endpoint is usable */
+    (void)channel_try_open(channel); /* nothing is sent before the endpoint is usable */
   }
   debug(DEBUG_INFO, "connection", "connected to rank %d by %u queue pairs", endpoint->rank, endpoint->channel_count);
   endpoint->connected = true;

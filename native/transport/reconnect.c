@@ -89,7 +89,7 @@ bool reconnect_next(struct endpoint *endpoint, struct reconnect_message *message
 
 /* Both halves are connected, and receives are posted on both. */
 static int resume(struct channel *channel) {
-  if (!channel_open(channel)) return MLXDIST_OK;
+  if (!channel_try_open(channel)) return MLXDIST_OK;
   debug(DEBUG_INFO, "reconnect", "rank %d goes on with rank %d on the new %s queue pair", channel->transport->rank,
         channel->peer, channel_name(channel));
   return channel_retransmit(channel);

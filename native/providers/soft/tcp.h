@@ -23,7 +23,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 
-/* Connections that peers have made, the unfinished ones included: a third is for those that have not proven the key. */
+/* Connections that peers have made, the unfinished ones included: half are for those that have not proven the key. */
 #define TCP_MAX_RECEIVERS (4 * SOFT_MAX_QP)
 /* As many as peers can need at the same time, or they would be in each other's way. */
 #define TCP_MAX_STRANGERS (2 * SOFT_MAX_QP)
