@@ -34,8 +34,15 @@ static bool is_wanted(enum debug_level level, const char *subsystem) {
   return level <= DEBUG_WARN || !output.subsystems[0] || strstr(output.subsystems, name);
 }
 
+/* A thread that was writing does not exist in a forked child, and would have kept the lock for ever. */
+static void unlock_in_child(void) { (void)pthread_mutex_init(&output.lock, 0); }
+
+static void watch_forks(void) { (void)pthread_atfork(0, 0, unlock_in_child); }
+
 /* What is the same for all lines, read at once: another thread may open a file meanwhile. */
 static bool read_output(enum debug_level level, const char *subsystem, int *rank) {
+  static pthread_once_t watched = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&watched, watch_forks);
   pthread_mutex_lock(&output.lock);
   bool wanted = is_wanted(level, subsystem);
   *rank = output.rank;
