@@ -38,7 +38,7 @@ def after_what_is_given() -> None:
     """An operation waits for arrays that it does not take."""
     first, second = Order(STREAM), Order(STREAM)
     x = first.carry_out(add_up, mx.ones((2,)))
-    y = second.carry_out(add_up, mx.ones((3,)), *first.before)
+    y = second.carry_out(add_up, mx.ones((3,)), *first._before)
     mx.eval(*((x, y) if rank % 2 else (y, x)))
     assert (x.tolist(), y.tolist()) == ([size] * 2, [size] * 3)
 

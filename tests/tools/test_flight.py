@@ -336,14 +336,15 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
             ("broadcast", 0, False, 4, line_of("ours")),
             ("all_gather", 0, False, 5, line_of("ours, in nn")),
             ("all_sum", 0, False, 6, "near " + line_of("of MLX")),
-            ("split", 0, True, 1, line_of("split")),
+            ("split", 0, True, 1, line_of("split")),  # what the ranks ask for, and whether the number is free on all
+            ("split", 0, True, 2, line_of("split")),
             ("sendrecv", 0, False, 1, line_of("sendrecv")),
         ]
         if rank != 1:
             wanted.append(("all_max", 1, False, 1, line_of("part")))
         assert shown == wanted
         assert [o["number"] for o in found["operations"]] == list(range(1, len(wanted) + 1))
-        first, exchange = found["operations"][0], found["operations"][7]
+        first, exchange = found["operations"][0], found["operations"][8]
         assert (first["dtype"], first["shape"], first["bytes"]) == ("float32", [3, 4], 48)
         assert (exchange["destination"], exchange["source"]) == ((rank + 1) % 3, (rank - 1) % 3)
         assert all(o["started_ns"] < o["ended_ns"] <= found["monotonic_ns"] for o in found["operations"])
