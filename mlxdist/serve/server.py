@@ -4,6 +4,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -40,6 +41,7 @@ from .worker import Worker
 __all__ = ["Clients", "Server", "run", "take_signals"]
 
 _HEARTBEAT = 1.0  # seconds
+_THREAD_END = 10.0  # seconds
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
 
@@ -136,6 +138,11 @@ class Server:
         if self._scheduler is not None:
             self._scheduler.stop()
         thread.join()
+        # MLX frees what it has compiled in a thread when that ends, for which it takes Python's lock; join() returns
+        # before. A program that ends meanwhile is aborted: Python ends the thread by an exception that C++ stops.
+        task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + _THREAD_END
+        while task.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
         if self._error is not None:
             raise self._error
 
