@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from functools import wraps
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from mlxdist.nn.interception import become, restore
+from mlxdist.nn.interception import become, derived, restore
 
 from .base.errors import InvalidArgument, NonFinite
 from .nn.rank_checks import agreed
@@ -135,7 +134,6 @@ class NanGuard:
     def _observed(self, kind: Any) -> type:
         """A subclass of ``kind`` whose calls are observed. It keeps the name, by which other code finds modules."""
 
-        @wraps(kind.__call__)  # mlx-lm reads the signature
         def __call__(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
             path = self._names.get(id(module)) if self._collects else None
             if path is None:
@@ -145,8 +143,9 @@ class NanGuard:
             result = kind.__call__(module, *arguments, **keywords)
             return tree_map(observe, result) if type(result) in (list, tuple, dict) else observe(result)
 
-        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        return type(kind.__name__, (kind,), names | {"__call__": __call__, "_nan_guard": self})
+        observed: Any = derived(kind, {"__call__": __call__})
+        observed._nan_guard = self
+        return observed
 
     def _extremes(self, path: str, is_input: bool, x: Any) -> list[mx.array]:
         """Adds the array of floats ``x`` to the activations of this step and returns its extremes, of shape (2,).

@@ -12,7 +12,7 @@ Why not otherwise:
 - NaN where ranks differ: it names neither ranks nor tokens, and samplers draw from it.
 """
 
-from functools import cache, wraps
+from functools import cache
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -23,7 +23,7 @@ from mlxdist.runtime.group.group import Group, engine_of
 from mlxdist.runtime.native import bridge
 
 from .adapters_of_rows import given_adapters
-from .interception import become
+from .interception import become, derived
 
 __all__ = ["compare_inputs", "inputs_of", "require_equal"]
 
@@ -65,10 +65,9 @@ def inputs_of(*arguments: Any) -> list[mx.array]:
 
 @cache
 def _comparing(kind: Any) -> type[nn.Module]:
-    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         group = self._input_group
         equal = [require_equal(value, group) for value in arguments]
         return kind.__call__(self, *equal, **{name: require_equal(value, group) for name, value in keywords.items()})
 
-    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    return derived(kind, {"__call__": __call__})

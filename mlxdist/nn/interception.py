@@ -7,14 +7,14 @@ of the same file would change, too. MLX has no hooks.
 A module may be wrapped several times: each class derives from the one before, and they are restored in reverse order.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
 import mlx.nn as nn
 
-__all__ = ["become", "intercept", "restore", "subclass", "with_classes", "with_methods", "with_result"]
+__all__ = ["become", "derived", "intercept", "restore", "subclass", "with_classes", "with_methods", "with_result"]
 
 
 def become(module: nn.Module, kind: type) -> None:
@@ -34,27 +34,32 @@ def restore(module: nn.Module) -> None:
 
 def subclass(kind: type, **methods: Callable[..., Any]) -> type:
     """A class for instances of ``kind`` with other methods: each is called with ``kind`` first."""
-    bound = {name: _with_first(method, kind, name) for name, method in methods.items()}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__} | bound)
+    return derived(kind, {name: _with_first(method, kind) for name, method in methods.items()})
 
 
-def _with_first(function: Callable[..., Any], kind: type, name: str) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        return function(kind, self, *args, **keywords)
+def derived(kind: Any, methods: Mapping[str, Callable[..., Any]], name: str | None = None) -> Any:
+    """A subclass of ``kind`` with other methods, which get the signatures of those that they replace: mlx-lm reads
+    them. It has the name of ``kind`` and that of its module, by which other code finds classes, or ``name``."""
+    replaced = {key: getattr(kind, key, None) for key in methods}
+    own = {key: wraps(before)(methods[key]) if before else methods[key] for key, before in replaced.items()}
+    if name is not None:
+        return type(name, (kind,), {"__module__": __name__} | own)
+    copied = {key: getattr(kind, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), copied | own)
 
-    replaced = getattr(kind, name, None)
-    return call if replaced is None else wraps(replaced)(call)  # mlx-lm reads the signature
+
+def _with_first(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    return lambda self, *args, **keywords: function(kind, self, *args, **keywords)
 
 
 @cache
 def with_result(kind: Any, change: Callable[[Any, Any], Any], name: str) -> Any:
     """The class ``kind``, as ``name``, whose call returns ``change(module, result)``."""
 
-    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return change(self, kind.__call__(self, *arguments, **keywords))
 
-    return type(name, (kind,), {"__call__": __call__, "__module__": __name__})
+    return derived(kind, {"__call__": __call__}, name)
 
 
 @contextmanager

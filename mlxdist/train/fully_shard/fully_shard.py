@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.interception import become
+from mlxdist.nn.interception import become, derived
 from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.layout.modules import join_path
 from mlxdist.nn.models.cuts import cuts
@@ -223,12 +223,10 @@ def _cuts(root: nn.Module, flats: list[FlatShards], group: Group) -> dict[str, C
 def _sharded(kind: Any) -> type[nn.Module]:
     """Returns a subclass of ``kind`` whose calls are those of a unit."""
     methods: dict[str, Any] = {name: _method(getattr(kind, name)) for name in METHODS if hasattr(kind, name)}
-    methods["cuts"] = lambda self: self._cuts
-    return type(kind.__name__, (kind,), methods | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return derived(kind, methods | {"cuts": lambda self: self._cuts})
 
 
 def _method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)  # mlx-lm reads the signature
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._unit.call(self, method, args, kwargs)
 

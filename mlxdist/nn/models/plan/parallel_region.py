@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from math import prod
 from threading import Lock, get_ident
 from typing import Any
@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from mlxdist.nn.interception import become
+from mlxdist.nn.interception import become, derived
 from mlxdist.nn.layout.cut import Cut
 from mlxdist.nn.layout.modules import join_path, own_arrays, parameters, source_of
 from mlxdist.nn.layout.partition import copy_to_holders
@@ -325,7 +325,6 @@ def _refusing_gradients(result: Any, text: str) -> Any:
 def _in_region(kind: Any) -> type[nn.Module]:
     _, first, *_ = inspect.signature(kind.__call__).parameters
 
-    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         region = self._region
         if not region.scaled and not bridge.traces():  # decoding: what is done here costs time for each token
@@ -337,15 +336,14 @@ def _in_region(kind: Any) -> type[nn.Module]:
                 keywords[first] = copy_to_tensor_parallel_region(keywords[first], group=region.group)
             return region.call(self, kind.__call__, arguments, keywords)
 
-    return type(f"Sharded{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
+    return derived(kind, {"__call__": __call__}, f"Sharded{kind.__name__}")
 
 
 @cache
 def _refusing(kind: Any) -> type[nn.Module]:
-    @wraps(kind.__call__)  # mlx-lm reads the signature
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         result = kind.__call__(self, *arguments, **keywords)
         text = f"a gradient of {kind.__name__}, which is sharded: {self._no_training}"
         return _refusing_gradients(result, text) if bridge.traces() else result
 
-    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    return derived(kind, {"__call__": __call__})
