@@ -101,10 +101,11 @@ class Operation:
                 self._pending.require_own_process()
                 handle = self.call.handle
                 self._waiting += 1
-            status = lib.mlxdist_handle_wait(handle, -1 if timeout is None else max(timeout, 0))
-            ended = status != lib.MLXDIST_TIMEOUT
+            if timeout is None or timeout > 0:  # a look alone needs no text: each start takes some
+                status = lib.mlxdist_handle_wait(handle, -1 if timeout is None else timeout)
+                ended = status != lib.MLXDIST_TIMEOUT
             if not ended and lib.mlxdist_handle_done(handle):
-                status, ended = lib.mlxdist_handle_wait(handle, 0), True  # it has ended with a Timeout of its own
+                status, ended = lib.mlxdist_handle_wait(handle, 0), True  # the operation's own status, at once
             text = last_error() if ended and status != lib.MLXDIST_OK else ""
         finally:
             if handle != ffi.NULL:
