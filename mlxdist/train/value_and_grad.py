@@ -111,9 +111,11 @@ def value_and_grad(
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         loss = StepLoss(averaging, fn, micro_batches)
-        sums: GradientSums = FullModelGradients(loss)
+        sums: GradientSums
         if actions is not None and stage is not None:
             sums = PipelineGradients(loss, actions, stage)
+        else:
+            sums = FullModelGradients(loss)
         return StepGradients(loss, sums).run(args, kwargs)
 
     return call

@@ -44,7 +44,7 @@ class StageCalls:
     def __init__(self, model: nn.Module, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
         self._layers, self._ranges = layers, stage_plan.ranges
         self.index, self.stages = group.rank(), group.size()
-        self.chunks = [range(*pair) for pair in stage_plan.ranges[self.index :: self.stages]]
+        self.chunks = stage_plan.chunks_of(self.index)
         self.transfer = Transfer.of(group) if self.stages > 1 else None
         self.model = model
         # By the class of now: later the model gets one whose __call__ is `connected`, which would call itself.

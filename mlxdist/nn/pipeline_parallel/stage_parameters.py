@@ -18,7 +18,7 @@ class StageParameters:
     def __init__(self, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
         self._layers, self._ranges = layers, stage_plan.ranges
         self._index, self._stages = group.rank(), group.size()
-        self._chunks = [range(*pair) for pair in stage_plan.ranges[self._index :: self._stages]]
+        self._chunks = stage_plan.chunks_of(self._index)
         self._numbers = {path: number for number, path in enumerate(layers.paths)}
         holders = {tuple(stages_of(when, self._stages)) for when in layers.outside.values()}
         shared = sorted(ranks for ranks in holders | {tuple(range(self._stages))} if len(ranks) > 1)

@@ -49,6 +49,10 @@ class StagePlan:
     outside_bytes: Mapping[str, int]
     message_bytes: tuple[int, ...]
 
+    def chunks_of(self, stage: int) -> list[range]:
+        """The layers of a stage, a range for each of its virtual stages."""
+        return [range(*pair) for pair in self.ranges[stage :: self.stages]]
+
     @property
     def virtual(self) -> int:
         """How many ranges a stage has."""
@@ -56,7 +60,7 @@ class StagePlan:
 
     def layers(self, stage: int) -> list[int]:
         """The layers of a stage."""
-        return [number for start, stop in self.ranges[stage :: self.stages] for number in range(start, stop)]
+        return [number for chunk in self.chunks_of(stage) for number in chunk]
 
     def bytes(self, stage: int) -> int:
         """How many bytes of parameters a stage holds."""

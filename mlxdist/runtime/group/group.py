@@ -30,6 +30,7 @@ class GroupLike:
     """The type of every argument ``group``: a :class:`Group`, or a :class:`~mlxdist.Mesh` of one axis."""
 
     def _as_group(self) -> "Group":
+        """Returns the group that an object which is none stands for."""
         raise NotImplementedError
 
 
@@ -47,9 +48,6 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         self._timeout: float | None = None
         self._lanes: dict[str, Group] = {}
         self._making_lanes = threading.Lock()
-
-    def _as_group(self) -> "Group":
-        return self
 
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
@@ -280,5 +278,5 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
 
 
 def engine_of(group: Group) -> EngineGroup:
-    """What mlxdist's own modules call in place of the group's public methods."""
+    """The group's engine side, which mlxdist's own modules call in place of the public methods."""
     return group._engine
