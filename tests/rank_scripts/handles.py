@@ -159,6 +159,17 @@ def overlapping_groups() -> None:
             assert len(np.unique(result)) == g.size() and len(result) == g.size() * count
 
 
+def require_let_go(kept: list[weakref.ref]) -> None:
+    """Waits until the arrays are gone. Starting something lets go of what has ended."""
+    for _ in range(200):
+        alive = np.array(sum(reference() is not None for reference in kept))
+        # All ranks see the same number, and go on together.
+        if mlxdist.all_max(alive, async_op=True).wait() == 0:
+            return
+        late(0.05)
+    raise AssertionError(f"arrays of {alive} operations are kept after 10 s")
+
+
 def dropped() -> None:
     """No thread waits or has the handle: the operation ends all the same, in memory that is still there."""
     results, kept = [], []
@@ -172,14 +183,7 @@ def dropped() -> None:
     del out
     gc.collect()
     filler = [np.full(200_000, np.nan, np.float32) for _ in range(20)]  # takes the place of what was freed too early
-    for _ in range(200):
-        alive = np.array(sum(reference() is not None for reference in kept))
-        # Starting something lets go of what has ended. All ranks see the same number, and go on together.
-        if mlxdist.all_max(alive, async_op=True).wait() == 0:
-            break
-        late(0.05)
-    else:
-        raise AssertionError(f"arrays of {alive} operations are kept after 10 s")
+    require_let_go(kept)
     for i, out in enumerate(results):
         require(out, np.float32(total * i), f"dropped operation {i}")
     assert len(filler) == 20
@@ -197,13 +201,7 @@ def dropped_behind_running_ones() -> None:
         mlxdist.all_sum(x, async_op=True)
         del x
     gc.collect()
-    for _ in range(200):
-        alive = np.array(sum(reference() is not None for reference in kept))
-        if mlxdist.all_max(alive, async_op=True).wait() == 0:
-            break
-        late(0.02)
-    else:
-        raise AssertionError(f"arrays of {alive} operations are kept behind those that wait")
+    require_let_go(kept)
     for _ in range(6):
         mlxdist.send(mine(3), after, group=other)
 
