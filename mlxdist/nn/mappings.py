@@ -140,7 +140,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def _gather_shards(x: mx.array, group: Group) -> mx.array:
-    """As all_gather, with the plain gradient, the sum_scatter, instead of MLX's."""
+    """Gathers as all_gather, with the plain gradient, the sum_scatter, instead of MLX's."""
     gathered: mx.array = bridge.all_gather(x, engine_of(group).connection, mlx_gradient=False, label=next_label())
     return gathered
 

@@ -101,9 +101,9 @@ static inline bool engine_is_adjacent(const struct engine* engine, int32_t a, in
   return !engine->adjacency || engine->adjacency[a * engine->size + b];
 }
 
-/* The group is found by its id from now on (group.h). */
+/* With the lock: the group is found by its id from now on (group.h). MISMATCH: another one is. */
 int engine_add_group(struct engine* engine, mlxdist_group* group);
-/* And no more. */
+/* It is not found any more. Takes the lock. */
 void engine_remove_group(struct engine* engine, const mlxdist_group* group);
 
 /* What this rank would call its next group. */

@@ -432,7 +432,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
 
 def _describe(switch: nn.Module, sharding: Sharding, policy: Policy) -> str:
-    """What must be the same on all ranks but for the options, in words short enough for a message."""
+    """The text that must be the same on all ranks, besides the options; short enough for a message."""
     arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters(switch).items()]
     shapes = zlib.crc32(f"{arrays} {policy.link}".encode())
     inside = sharding.tp_group.size() if sharding.tp_group else 1

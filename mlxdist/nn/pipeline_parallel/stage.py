@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def transfer(self) -> Transfer | None:
-        """What sends and receives what passes between stages; None: there is one stage."""
+        """Sends and receives the arrays that pass between stages; None: there is one stage."""
         return self._calls.transfer
 
     @property
@@ -88,7 +88,7 @@ class Stage:
         return tree_unflatten([(path, array) for path, array in flat if self._parameters.counts(path, chunk)])
 
     def taken(self, number: int) -> Boundary:
-        """What layer ``number`` takes, for ``transfer``: where it is in the arguments, its shape and its dtype."""
+        """The arrays that layer ``number`` takes, for ``transfer``: places in the arguments, shapes and dtypes."""
         return self._calls.taken(number)
 
     def __repr__(self) -> str:

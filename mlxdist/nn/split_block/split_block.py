@@ -200,7 +200,7 @@ class SplitBlock(nn.Module):
 
 
 def positions_of(block: SplitBlock, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
-    """What :func:`segments` takes: the same for all blocks that share a table and whose caches are equally far."""
+    """The positions for :func:`segments`: equal for all blocks that share a table and whose caches are equally far."""
     offset = None if cache is None else cache.offset
     # An array that is a mask is in the value too, so that its id stays its own.
     key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
@@ -210,7 +210,7 @@ def positions_of(block: SplitBlock, x: mx.array, mask: mx.array | str | None = N
 def segments(
     block: SplitBlock, x: mx.array, keys: mx.array | None, values: mx.array | None, where: Positions
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """What a block computes, on arrays alone. Inside `mx.compile` a block must have ``submit=False``."""
+    """Computes a block, on arrays alone. Inside `mx.compile` a block must have ``submit=False``."""
     first, _ = _compiled(block._shape)
     output = [dict(matrix) for matrix in block.output]
     attention, keys, values = first(x, *block._of_heads(), output, keys, values, *where)

@@ -47,7 +47,7 @@ class Inputs:
     """The input of each rank: whole numbers below 32 without a pattern, so that no part can stand in for another.
 
     Sums are exact in every dtype (integers of 8 bits wrap): with many ranks, some have 0 in each element. Indexing
-    computes an array anew each time, because the arrays of all ranks together may not fit into memory.
+    computes an array again each time, because the arrays of all ranks together may not fit into memory.
     """
 
     def __init__(self, dtype: str, elements: int, ranks: int) -> None:

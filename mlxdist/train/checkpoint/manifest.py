@@ -1,8 +1,8 @@
 """The manifest of a checkpoint, ``manifest.json``: its files, and which file has which part of each array.
 
 It is written last, when the files of all ranks are on the disk, and replaced atomically: a directory without one is no
-checkpoint. It has a CRC-32 of each file and of itself. These find accidents, not forgery: whoever may write the files
-can compute new ones. CRC-32 takes a sixth of the time of writing, SHA-256 more than the writing itself.
+checkpoint. It has a CRC-32 of each file and of itself. These find accidents, not forgery: a user who may write the
+files can compute new ones. CRC-32 takes a sixth of the time of writing, SHA-256 more than the writing itself.
 """
 
 import json
