@@ -337,10 +337,8 @@ def test_algorithms_and_experts_are_saved_for_jobs(tuned):
     saved = tuning.read(tuned)
     assert {row.ranks for row in saved.algorithms} == {link["ranks"] for link in saved.expert_links} == {2, 3}
     assert kept(tuned) == MEASURED
-    program = (
-        "import mlxdist\nfrom mlxdist.nn.expert_parallel import LinkCosts\nprint(LinkCosts.of(mlxdist.init()).measured)"
-    )
-    job = mlxdist_command("launch", "-n", "2", "--", sys.executable, "-c", program)
+    program = "from mlxdist.nn.expert_parallel import LinkCosts; print(LinkCosts.of(group=mlxdist.init()).measured)"
+    job = mlxdist_command("launch", "-n", "2", "--", sys.executable, "-c", f"import mlxdist; {program}")
     assert sorted(job.stdout.splitlines()) == ["[0] True", "[1] True"], job.stderr
 
 
