@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm import cli, utils
+from mlx_lm.generate import TextStateMachine
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
@@ -29,11 +30,13 @@ from mlxdist.nn.models.load import load_sharded
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.operations.collectives import broadcast
-from mlxdist.serve.stop_words import AnswerText, Sections
+from mlxdist.serve.stop_words import AnswerText, Piece
 
 __all__ = ["load", "main", "sharded_load"]
 
 _mlx_lms_sharded_load = utils.sharded_load
+_SURROGATES = 0xD800  # lone ones, which no text has
+_UNFINISHED = "unfinished"  # a section after which mlx-lm's handler drops the call of a tool before it
 
 
 def sharded_load(
@@ -143,27 +146,63 @@ def _find_stop_words_in_texts() -> None:
         if not all(isinstance(word, str) and word for word in words):
             raise InvalidArgument("stop must be a string or a list of strings, none of them empty")
         context, responses = generate(generator, request, replace(arguments, stop_words=[]), *others, **named)
-        sections = Sections(context.text_sm)
-        text = AnswerText(sections, context.initial_state, words)
-        context.text_sm = sections.of_handler
+        text = AnswerText(context.text_sm, context.initial_state, words)
+        sections = _HandlersSections(context.text_sm, context.initial_state)
+        context.text_sm = sections.machine
         # On several ranks, mlx-lm fails to end a request that is in no batch, such as one with a seed, early.
         is_in_batch = generator._is_batchable(arguments) and not any(server._image_parts(request.messages))
-        return context, _up_to_stop_word(responses, text, generator._is_distributed and not is_in_batch)
+        return context, _up_to_stop_word(responses, text, sections, generator._is_distributed and not is_in_batch)
 
     server.ResponseGenerator.generate = with_stop_words
 
 
-def _up_to_stop_word(responses: Iterator[Any], text: AnswerText, runs_to_its_end: bool) -> Iterator[Any]:
+def _up_to_stop_word(
+    responses: Iterator[Any], text: AnswerText, sections: "_HandlersSections", runs_to_its_end: bool
+) -> Iterator[Any]:
     """The responses with the text to show. mlx-lm hides the text of one with "stop", so the last one gets no reason."""
     for response in responses:
-        for each, shown in text.add(response, response.text, response.finish_reason is not None):
+        for each, pieces in text.add(response, response.text, response.finish_reason is not None):
             reason = None if each.finish_reason == "stop" or text.length is not None else each.finish_reason
+            shown = sections.text(pieces)
+            if text.length is not None:
+                shown += sections.end(text)
             yield replace(each, text=shown, finish_reason=reason)
         if text.length is not None:
             break
     if runs_to_its_end:
         for _ in responses:
             pass
+
+
+class _HandlersSections:
+    """The sections of an answer for mlx-lm's handler, each of which begins with one character that no text has.
+
+    mlx-lm's machine holds text back that may be a control sequence, and its handler drops that at the end of an answer.
+
+    Attributes:
+        machine: the machine that reads these characters.
+    """
+
+    def __init__(self, machine: Any, initial: str) -> None:
+        ends = {"normal", "tool", _UNFINISHED}
+        names = sorted(ends.union(machine._states, *(edges for _, edges in machine._states.values())))
+        self._switches = {name: chr(_SURROGATES + place) for place, name in enumerate(names)}
+        self._section = initial
+        edges = [(switch, name) for name, switch in self._switches.items()]
+        self.machine = TextStateMachine(dict.fromkeys(names, edges))
+
+    def text(self, pieces: Iterable[Piece]) -> str:
+        """The text of ``pieces``, in which a character stands for each control sequence."""
+        shown = ""
+        for piece in pieces:
+            self._section = piece.section or self._section
+            shown += piece.text if piece.section is None else self._switches[piece.section]
+        return shown
+
+    def end(self, text: AnswerText) -> str:
+        """What follows the last piece of a text that a stop word has ended: a call that it cuts off is none."""
+        cuts = self._section == "tool" and not text.stops_at_control_sequence
+        return self._switches[_UNFINISHED] if cuts else ""
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
-    parser.addoption("--soak", type=float, default=60, metavar="SECONDS", help="how long a server is under load")
+    parser.addoption("--soak-requests", type=int, default=100, metavar="N", help="that each server of the soak gets")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,8 +21,10 @@ from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from .shard import RankShares
 
 if TYPE_CHECKING:
+    from mlxdist.launch.restarts import Follower
+    from mlxdist.serve.http_options import HttpOptions
+    from mlxdist.serve.http_server import HttpServer
     from mlxdist.serve.placement import Layout
-    from mlxdist.serve.proxy import Proxy
 
 __all__ = [
     "COUNT",
@@ -110,7 +113,7 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @model_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
-@click.option("--proxy", hidden=True, default="", help="Address of the launcher's proxy, for which rank 0 listens.")
+@click.option("--application", hidden=True, default="", help="Address of the launcher's, for which rank 0 listens.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0, MAX_RESTARTS),
@@ -140,6 +143,21 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option("--adapter-path", type=USER_PATH, metavar="PATH", help="Adapters of all requests, in place of --adapter.")
 @click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
 @click.option("--allowed-origins", default="", metavar="A,B", help="Origins of web pages that may use it; * for all.")
+@click.option(
+    "--allowed-hosts", default="", metavar="A,B", help="Other names of this machine, where --host is its own."
+)
+@click.option("--ssl-certfile", type=USER_PATH, metavar="FILE", help="Certificate chain; with it, https.")
+@click.option("--ssl-keyfile", type=USER_PATH, metavar="FILE", help="Its private key.  [default: in --ssl-certfile]")
+@click.option("--ignore-unknown-fields", is_flag=True, help="Of requests; without, they are a 400 that names them.")
+@click.option("--access-log/--no-access-log", default=True, help="A line on stderr for each request.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of these.")
+@click.option(
+    "--drain",
+    type=click.FloatRange(0, 3600),  # as the launcher's
+    default=30.0,
+    show_default=True,
+    help="Seconds after SIGTERM in which requests may end; a second SIGTERM ends them.",
+)
 @click.option("--max-queue", type=COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
 @click.option(
     "--request-timeout",
@@ -147,6 +165,13 @@ def layout_of(given: dict[str, Any]) -> Layout:
     default=600.0,
     show_default=True,
     help="Seconds of a request.",
+)
+@click.option(
+    "--print-service",
+    is_flag=False,
+    flag_value="here",
+    type=click.Choice(["systemd", "launchd", "here"]),
+    help="Print a unit of systemd or launchd (here: of this system) for this command line, and exit.",
 )
 @max_context_option
 @click.option("--decode-concurrency", type=COUNT, default=32, show_default=True, help="Requests that run at a time.")
@@ -180,6 +205,7 @@ def serve(
     selection: HostSelection,
     max_restarts: int | None,
     api_key: str,
+    print_service: str | None,
     **given: Any,
 ) -> None:
     """Serve a model of mlx-lm over OpenAI's HTTP API, sharded over all ranks of a job.
@@ -200,17 +226,24 @@ def serve(
         raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
     if given["shard_draft_model"] and not given["draft_model"]:
         raise click.UsageError("--shard-draft-model is for --draft-model")
+    if print_service is not None:
+        from .service_unit import service_unit
+
+        kind: Any = ("launchd" if sys.platform == "darwin" else "systemd") if print_service == "here" else print_service
+        words, variables = sys.argv[1:], os.environ | ({_KEY: api_key} if api_key else {})
+        click.echo(service_unit(kind, words, variables, Path.cwd(), drain=given["drain"]), nl=False)
+        return
     drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
-        proxy, more = None, []
+        follower, more = None, []
         if max_restarts != 0 and _has_first_rank(selection):
-            proxy = _proxy(given["host"], given["port"], given["request_timeout"])
-            more = ["--proxy", proxy.address]
+            follower = _application(_http_options(given, api_key))
+            more = ["--application", follower.address]
             max_restarts = _RESTARTS if max_restarts is None else max_restarts
-        launcher = ["--max-restarts", str(max_restarts or 0)]
-        start_ranks(context, model, ranks, selection, given, launcher=launcher, more=more, proxy=proxy)
+        launcher = ["--max-restarts", str(max_restarts or 0), "--drain", str(given["drain"])]
+        start_ranks(context, model, ranks, selection, given, launcher=launcher, more=more, follower=follower)
         return
     if max_restarts is not None:
         raise click.UsageError("--max-restarts is for ranks that this command starts: -n, --hostfile or --hosts.")
@@ -233,12 +266,10 @@ def serve(
         layout=layout_of(given),
         limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
-        allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
-        api_key=api_key,
+        http=_http_options(given, api_key),
         **some(
-            "host",
-            "port",
-            "proxy",
+            "application",
+            "drain",
             "stream_weights",
             "adapter_path",
             "draft_model",
@@ -246,7 +277,7 @@ def serve(
             "shard_vocabulary",
             "split_blocks",
         ),
-        **some("max_queue", "request_timeout", "max_context", "chat_template_args", "prompt_cache_dir"),
+        **some("max_queue", "max_context", "chat_template_args", "prompt_cache_dir"),
         **some("kv_bits", "kv_group_size"),
     )
     sys.exit(Server(options).run())
@@ -260,12 +291,12 @@ def start_ranks(
     given: dict[str, Any],
     launcher: Sequence[str] = (),
     more: Sequence[str] = (),
-    proxy: Proxy | None = None,
+    follower: Follower | None = None,
 ) -> None:
     """Runs the command of ``context`` on all ranks, with the options in ``given`` that the user has typed.
 
-    ``launcher``: options of `mlxdist launch`. ``more``: other arguments for the ranks. ``proxy``: the proxy that
-    listens at the address, if there is one.
+    ``launcher``: options of `mlxdist launch`. ``more``: other arguments for the ranks. ``follower``: see
+    `launch.restarts`.
     """
     words = []
     for parameter in context.command.params:
@@ -273,7 +304,7 @@ def start_ranks(
         if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
             values = given[parameter.name]
             for value in values if isinstance(values, tuple) else (values,):
-                words.append(parameter.opts[0])
+                words.append((parameter.secondary_opts if value is False else parameter.opts)[0])
                 if isinstance(value, list):
                     words.append(",".join(map(str, value)))
                 elif not isinstance(value, bool):
@@ -283,7 +314,7 @@ def start_ranks(
     assert context.command.name is not None
     command = module_command("mlxdist", context.command.name, model, *words, *more, python=selection.python)
     where = [*selection.arguments, *(["-n", str(ranks)] if ranks else [])]
-    launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False, obj=proxy)
+    launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False, obj=follower)
 
 
 def _has_first_rank(selection: HostSelection) -> bool:
@@ -295,10 +326,25 @@ def _has_first_rank(selection: HostSelection) -> bool:
     return is_this_machine(selection.hostfile.hosts[0].name)
 
 
-def _proxy(host: str, port: int, request_timeout: float) -> Proxy:
-    from mlxdist.launch.local import allow_descriptors
-    from mlxdist.serve.listener import MAX_CONNECTIONS, listen
-    from mlxdist.serve.proxy import Proxy
+def _http_options(given: dict[str, Any], api_key: str) -> HttpOptions:
+    from mlxdist.serve.http_options import HttpOptions
 
-    allow_descriptors(0, connections=2 * MAX_CONNECTIONS)
-    return Proxy(listen(host, port), request_timeout)
+    lists = {  # a browser shows an origin with a slash at its end, and sends it without
+        name: tuple(filter(None, (text.strip().rstrip("/") for text in given[name].split(","))))
+        for name in ("allowed_origins", "allowed_hosts")
+    }
+    same = (
+        "host", "port", "request_timeout", "ssl_certfile", "ssl_keyfile", "ignore_unknown_fields", "access_log",
+        "log_format",
+    )  # fmt: skip
+    fields: dict[str, Any] = lists | {name: given[name] for name in same}
+    return HttpOptions(api_key=api_key, **fields)
+
+
+def _application(options: HttpOptions) -> HttpServer:
+    """The application of HTTP in this process, which stays while ranks restart."""
+    from mlxdist.serve.http_server import HttpServer
+    from mlxdist.serve.listener import listen
+    from mlxdist.serve.rank_zero import RankZero
+
+    return HttpServer(listen(options.host, options.port), options, RankZero(None, options.request_timeout))

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxdist.base.atomic_file import replace_file
+from mlxdist.base.descriptors import raise_limit
 from mlxdist.base.environment import OF_JOB, format_address
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.gpus import gpu_of_rank, visible_gpus
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 _Rank = TypeVar("_Rank")
-_MAX_DESCRIPTORS = 10240  # OPEN_MAX: macOS rejects more, also where it reports no limit
 
 # Python caches the bytecode of a module, but compiles a script at each start: so the reaper is imported. Its directory
 # comes last in the path, so that no file there shadows a module of Python.
@@ -389,12 +388,6 @@ def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tupl
         os.close(stderr)
 
 
-def allow_descriptors(ranks: int, hosts: int = 0, connections: int = 0) -> None:
-    """Raises the limit of open descriptors: a rank needs pipes, their copies and log files, a host a connection. Some
-    systems allow fewer by default (macOS: 256)."""
-    wanted = min(8 * ranks + 8 * hosts + connections + 64, _MAX_DESCRIPTORS)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+def allow_descriptors(ranks: int, hosts: int = 0) -> None:
+    """Raises the limit of open descriptors: a rank needs pipes, their copies and log files, a host a connection."""
+    raise_limit(8 * ranks + 8 * hosts + 64)

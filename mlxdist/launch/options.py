@@ -150,6 +150,13 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
         "SIGKILL.  [default: 5, or 15 with ranks on Macs]",
     )
+    drain: float = _option(
+        _END,
+        type=_SECONDS,
+        default=0.0,
+        metavar="SECONDS",
+        help="Time after SIGTERM for ranks that finish what they do, as `mlxdist serve` does; then comes a second one.",
+    )
     max_restarts: int = _option(
         _END,
         type=click.IntRange(0, MAX_RESTARTS),

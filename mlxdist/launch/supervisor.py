@@ -5,8 +5,8 @@ a rank fails      the others learn it from their rendezvous and have the grace t
                   failing rank.
 SIGINT, SIGHUP    to all ranks; then the same. A second one skips to the next signal at once; where ranks do not leave
                   soon after SIGINT, the launcher reports it. With --pass-sigint no other signal follows SIGINT.
-SIGTERM           to all ranks; then SIGKILL. Where all of them end with status 0, so does the launcher: they have saved
-                  what they had.
+SIGTERM           to all ranks, with --drain a second one after that time; then SIGKILL. Where all of them end with
+                  status 0, so does the launcher: they have saved what they had.
 SIGUSR1           to all ranks, which end by themselves when they have come to a good place (mlxdist.train.Control); no
                   other signal follows.
 
@@ -61,7 +61,7 @@ class Supervisor:
         self._output = output
         self._say = say
         self._verbose, self._limit, self._grace = options.verbose, options.limit, job.grace
-        self._passes_sigint = options.pass_sigint
+        self._passes_sigint, self._drain = options.pass_sigint, options.drain
         self._started = time.monotonic()
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
@@ -164,9 +164,10 @@ class Supervisor:
             return
         self._interrupted_by = number
         self._send(number)
-        self._rungs = [signal.SIGKILL] if number == signal.SIGTERM else [signal.SIGTERM, signal.SIGKILL]
+        drains = number == signal.SIGTERM and self._drain > 0
+        self._rungs = [signal.SIGTERM, signal.SIGKILL] if drains or number != signal.SIGTERM else [signal.SIGKILL]
         now = time.monotonic()
-        self._next = now + self._grace
+        self._next = now + (self._drain if drains else self._grace)
         if number == signal.SIGINT and self._grace > HINT_SECONDS:
             self._hint_at = now + HINT_SECONDS
 

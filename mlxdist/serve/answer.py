@@ -1,12 +1,12 @@
 """Rank 0: the tokens of an answer with their text, as a client gets them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
-from .stop_words import AnswerText, Sections
+from .stop_words import AnswerText, Piece
 
 __all__ = ["Answer", "Token"]
 
@@ -17,15 +17,20 @@ class Token:
 
     Attributes:
         finish_reason: why the answer ends, on its last token; None on the others.
-        top: the most likely tokens, for the API's top_logprobs, after the token itself.
-        text: the text that this token completes, as the machine ``of_handler`` of :class:`Sections` reads it.
+        top: the most likely tokens with their log-probabilities, the most likely first.
+        pieces: the text that this token completes.
     """
 
     token: int
     logprob: float
     finish_reason: str | None
-    top: tuple[dict[str, Any], ...] = ()
-    text: str = ""
+    top: tuple[tuple[int, float], ...] = ()
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The plain text that this token completes, in any section."""
+        return "".join(piece.text for piece in self.pieces if piece.section is None)
 
 
 class Answer:
@@ -33,33 +38,57 @@ class Answer:
 
     Args:
         detokenizer: a detokenizer for this answer alone.
-        sections: the sections of this tokenizer.
+        machine: mlx-lm's machine of the tokenizer's sections, without stop words.
         initial: the section with which the answer begins.
         words: the stop words.
+        includes_word: whether the stop word is a part of the text.
+        hidden: tokens that are no text, such as those that end an answer.
+        stop_tokens: tokens that end the answer because the request says so.
+        min_tokens: the number of tokens in whose text no stop word begins.
     """
 
     def __init__(
-        self, detokenizer: StreamingDetokenizer, sections: Sections, initial: str, words: Sequence[str]
+        self,
+        detokenizer: StreamingDetokenizer,
+        machine: TextStateMachine,
+        initial: str,
+        words: Sequence[str],
+        includes_word: bool = False,
+        hidden: Collection[int] = (),
+        stop_tokens: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = detokenizer
-        self._text = AnswerText(sections, initial, words)
+        self._detokenizer, self._hidden, self.stop_tokens = detokenizer, hidden, stop_tokens
+        self._text = AnswerText(machine, initial, words, includes_word, min_tokens)
 
     @property
     def length(self) -> int | None:
         """The number of tokens before the one in which a stop word begins; None as long as there is no stop word."""
         return self._text.length
 
+    @property
+    def stop_word(self) -> str | None:
+        """The stop word that has ended the answer, if there is one."""
+        return self._text.stop_word
+
+    @property
+    def stops_at_control_sequence(self) -> bool:
+        """Whether the stop word begins with a control sequence, such as the end of a call of a tool."""
+        return self._text.stops_at_control_sequence
+
     def add(self, token: Token) -> list[Token]:
         """Adds a token. Returns the tokens whose text is now final. After a stop word, the last one ends the answer."""
-        if token.finish_reason != "stop":  # the token that ends an answer is no text
+        # The token that ends an answer is no text.
+        has_text = token.finish_reason != "stop" and token.token not in self._hidden
+        if has_text:
             self._detokenizer.add_token(token.token)
         if token.finish_reason is not None:
             self._detokenizer.finalize()
-        text = self._detokenizer.last_segment
+        text = self._detokenizer.last_segment if has_text or token.finish_reason is not None else ""
         if token.finish_reason == "stop":
             text = text.rstrip("\ufffd")  # a character that is not complete, which mlx-lm's server leaves out, too
         found = self._text.add(token, text, token.finish_reason is not None)
-        tokens = [replace(each, text=text) for each, text in found]
+        tokens = [replace(each, pieces=tuple(pieces)) for each, pieces in found]
         if self.length is not None:
             tokens[-1] = replace(tokens[-1], finish_reason="stop")
         return tokens

@@ -1,31 +1,27 @@
 """`mlxdist chat`: the server's loop with a terminal, or a pipe, in place of HTTP. Every line is a question."""
 
+import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import (
-    CompletionRequest,
-    GenerationArguments,
-    LogitsProcessorArguments,
-    ModelDescription,
-    SamplingArguments,
-)
 from rich.console import Console
 
 from mlxdist.base.errors import InvalidArgument
 
-from .frontend import Frontend
-from .limits import check_parameters
+from .api import CompletionRequest, check
+from .endpoint import Endpoint
+from .http_options import HttpOptions
 from .listener import MAX_BODY
 from .options import ServeOptions
 from .placement import Layout
+from .protocol import Finished, Generate, Output, Prompt
+from .rank_zero import RankZero
 from .refusal import Refusal
 from .server import run, take_signals
 from .worker import BatchLimits
@@ -71,11 +67,11 @@ def chat(options: ChatOptions) -> None:
         layout=options.layout,
         stream_weights=options.stream_weights,
         limits=BatchLimits(decode_concurrency=1, prompt_concurrency=1),
-        request_timeout=float("inf"),
+        http=HttpOptions(request_timeout=float("inf")),
         max_context=options.max_context,
         chat_template_args=options.chat_template_args,
     )
-    run("chat", served, lambda frontend: Terminal(frontend, options), partial(take_signals, []))
+    run("chat", served, lambda endpoint: Terminal(endpoint, options), partial(take_signals, [], 0.0))
 
 
 class Terminal:
@@ -85,32 +81,27 @@ class Terminal:
         InvalidArgument: an option is out of its range.
     """
 
-    def __init__(self, frontend: Frontend, options: ChatOptions) -> None:
-        self._frontend = frontend
-        self._options = options
-        sampling = SamplingArguments(options.temp, options.top_p, 0, 0.0, 0.0, 0.0)
-        logits = LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20)
-        numbers = {"max_tokens": options.max_tokens, "top_logprobs": 0, "seed": options.seed}
+    def __init__(self, endpoint: Endpoint, options: ChatOptions) -> None:
         try:
-            check_parameters(asdict(sampling) | asdict(logits) | numbers, vocabulary=1)
+            fields = {"prompt": "any", "temperature": options.temp, "top_p": options.top_p}
+            self._sampling = check(fields, CompletionRequest).calls()[0].sampling
         except Refusal as refusal:
             raise InvalidArgument(f"chat: {refusal}") from None
-        self._arguments = GenerationArguments(
-            ModelDescription("default_model", "", ""), sampling, logits, [], options.max_tokens, 0, False, 0,
-            options.seed, None,
-        )  # fmt: skip
+        self._endpoint = endpoint
+        self._options = options
         self._console = Console(stderr=True, highlight=False, force_terminal=options.interactive or None)
         self._messages: list[dict[str, str]] = []
         self._ready, self._stopped = threading.Event(), threading.Event()
-        self._answers = False
+        self._stop_answer: Any = None  # a function, while there is an answer
         self._error: Exception | None = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         # A daemon thread, because nothing interrupts a read of a terminal.
         thread = threading.Thread(target=self._talk, name="mlxdist chat", daemon=True)
-        thread.start()
-        yield
+        with self._endpoint.running():
+            thread.start()
+            yield
         if self._error is not None:
             raise self._error
 
@@ -123,16 +114,14 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Stops the answer. Before a question, the second call ends the chat."""
-        if self._answers:
-            self._stopped.set()
+        if (stop := self._stop_answer) is not None:
+            with contextlib.suppress(RuntimeError):  # the answer has just ended, and its event loop
+                stop()
         elif self._stopped.is_set():
             self._end()
         else:
             self._stopped.set()
             os.write(2, b"\n(Ctrl-C again, or q, ends the chat)\n> ")  # print is not for handlers of signals
-
-    def log(self, text: str) -> None:
-        """Does nothing: the statistics of an answer follow it."""
 
     def _talk(self) -> None:
         self._ready.wait()
@@ -148,7 +137,7 @@ class Terminal:
                     self._show(_HELP)
                 elif line:
                     self._answer(line)
-                if self._frontend.unavailable:
+                if self._endpoint.unavailable:
                     break
         except Exception as error:  # the main thread raises it
             self._error = error
@@ -169,47 +158,55 @@ class Terminal:
 
     def _answer(self, question: str) -> None:
         self._messages.append({"role": "user", "content": question})
-        request = CompletionRequest("chat", "", [dict(message) for message in self._messages], None, None)
-        answer, problem, times = "", "", [time.monotonic()]
-        self._answers = True
+        answer: list[str] = []
+        tokens, times = [0], [time.monotonic()]
+        problem = ""
         try:
-            context, responses = self._frontend.generate(
-                request, self._arguments, is_connected=lambda: not self._stopped.is_set()
-            )
-            state = context.text_sm.make_state(context.initial_state)
-            for response in responses:
-                times.append(time.monotonic())
-                state, pieces = TextStateMachine.split(state, response.text)
-                for kind, text in pieces:
-                    if kind == "normal":
-                        answer += text
-                        print(text, end="", flush=True)
-                    elif text:  # what it thinks
-                        self._console.print(text, end="", style="dim", markup=False)
+            asyncio.run(self._generate(answer, tokens, times))
+        except asyncio.CancelledError:
+            problem = "cancelled"
         except Refusal as refusal:
             if refusal.status < 499 and not self._options.interactive:
                 raise InvalidArgument(f"chat: {refusal}") from None
             problem = str(refusal)
         finally:
-            self._answers = False
+            self._stop_answer = None
             self._stopped.clear()
         if len(times) > 1:
             print(flush=True)
-            self._messages.append({"role": "assistant", "content": answer})
-            rate = (len(times) - 2) / max(times[-1] - times[1], 1e-9)
-            self._show(f"{len(times) - 1} tokens, the first after {times[1] - times[0]:.2f} s, {rate:.1f} tokens/s")
+            self._messages.append({"role": "assistant", "content": "".join(answer)})
+            rate = (tokens[0] - 1) / max(times[-1] - times[1], 1e-9)
+            self._show(f"{tokens[0]} tokens, the first after {times[1] - times[0]:.2f} s, {rate:.1f} tokens/s")
         else:
             self._messages.pop()
         if problem:
             self._show(problem)
+
+    async def _generate(self, answer: list[str], tokens: list[int], times: list[float]) -> None:
+        """Prints an answer. Adds its parts to ``answer`` and the times of these to ``times``; counts ``tokens``."""
+        options, loop, task = self._options, asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._stop_answer = partial(loop.call_soon_threadsafe, task.cancel)
+        prompt = Prompt(messages=[dict(message) for message in self._messages])
+        call = Generate(prompt=prompt, sampling=self._sampling, max_tokens=options.max_tokens, seed=options.seed)
+        async for event in RankZero(self._endpoint.connect, float("inf")).generate(call):
+            if isinstance(event, Output | Finished):
+                tokens[0] = event.completion_tokens
+            if not isinstance(event, Output):
+                continue
+            times.append(time.monotonic())
+            if event.reasoning:
+                self._console.print(event.reasoning, end="", style="dim", markup=False)
+            answer.append(event.content)
+            print(event.content, end="", flush=True)
 
     def _forget(self) -> None:
         system = self._options.system_prompt
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def _end(self) -> None:
-        assert self._frontend.scheduler is not None  # it is ready
-        self._frontend.scheduler.stop()
+        assert self._endpoint.scheduler is not None  # it is ready
+        self._endpoint.scheduler.stop()
 
     def _show(self, text: str) -> None:
         if self._options.interactive:

@@ -2,7 +2,7 @@
 
 A message has FRAME bytes, or as many as the message before it announced. So prompts of any length need no second
 broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes, a message carries only
-data of admitted requests: 4 bytes per token of the prompt, 12 per entry of logit_bias, grammars.
+data of admitted requests: 4 bytes per token of the prompt and stop token, 12 per entry of logit_bias, grammars.
 
 Layout, little-endian: a header, the requests that end, the admitted requests, zeros.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "MAX_ENDS",
     "MAX_GRAMMAR",
     "MAX_PROMPT",
+    "MAX_STOP_TOKENS",
     "ROOM",
     "Admission",
     "Decisions",
@@ -34,13 +35,14 @@ MAX_ADAPTERS = (1 << 16) - 1
 MAX_PROMPT = 1 << 22  # tokens
 MAX_BIASES = 300  # as in OpenAI's API
 MAX_GRAMMAR = 1 << 17  # bytes
-MAX_ENDS = 56  # of one message
+MAX_STOP_TOKENS = 64  # of one request
+MAX_ENDS = 48  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
-_HEADER = struct.Struct("<4sIIIHHB")
-_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?H IBHI")
+_HEADER = struct.Struct("<4sIIIHHBB")
+_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?HI? IBHIB")
 _SEGMENT = struct.Struct("<BI")
 _END = struct.Struct("<II")
 
@@ -60,6 +62,9 @@ class Admission:
         logprobs: whether rank 0 reads log-probabilities.
         adapter: the number of its adapter; 0 for none.
         grammar: the grammar of the answer, in llguidance's format; empty for any answer.
+        min_tokens: the number of tokens of the answer before which no token that ends it is sampled.
+        ignore_eos: whether the tokenizer's tokens that end an answer do not end this one.
+        stop_tokens: other tokens that end the answer.
         generated: tokens at the end of the prompt that are its answer so far: it has been preempted.
     """
 
@@ -74,6 +79,9 @@ class Admission:
     adapter: int = 0
     grammar: bytes = b""
     generated: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_tokens: Sequence[int] = ()
 
     @property
     def tokens(self) -> int:
@@ -82,8 +90,10 @@ class Admission:
 
     @property
     def brought(self) -> int:
-        """The number of bytes of the prompt, biases and grammar, which extend a message beyond FRAME."""
-        return 4 * len(self.prompt) + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
+        """The number of bytes of the prompt, biases, grammar and stop tokens, which extend a message beyond FRAME."""
+        return (
+            4 * (len(self.prompt) + len(self.stop_tokens)) + 12 * len(self.logits.logit_bias or ()) + len(self.grammar)
+        )
 
     @property
     def size(self) -> int:
@@ -93,24 +103,27 @@ class Admission:
     def encode(self) -> bytes:
         bias = self.logits.logit_bias or {}
         _, *penalties = astuple(self.logits)
-        counts = len(self.prompt), len(self.segments), len(bias), len(self.grammar)
+        counts = len(self.prompt), len(self.segments), len(bias), len(self.grammar), len(self.stop_tokens)
         fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties)
+        others = self.logprobs, self.adapter, self.min_tokens, self.ignore_eos
         return b"".join(
             [
-                _REQUEST.pack(*fixed, self.logprobs, self.adapter, *counts),
+                _REQUEST.pack(*fixed, *others, *counts),
                 *(_SEGMENT.pack(SEGMENTS.index(kind), length) for kind, length in self.segments),
                 np.array(self.prompt, "<u4").tobytes(),
                 np.array(list(bias), "<u4").tobytes(),
                 np.array(list(bias.values()), "<f8").tobytes(),
                 self.grammar,
+                np.array(self.stop_tokens, "<u4").tobytes(),
             ]
         )
 
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
-        number, most, seed, generated, *parameters, logprobs, adapter, prompt, segments, biases, grammar = (
-            _REQUEST.unpack(reader.take(_REQUEST.size))
-        )
+        fields = _REQUEST.unpack(reader.take(_REQUEST.size))
+        (number, most, seed, generated, *parameters), others, counts = fields[:-9], fields[-9:-5], fields[-5:]
+        logprobs, adapter, min_tokens, ignore_eos = others
+        prompt, segments, biases, grammar, stop_tokens = counts
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
         _require(generated < prompt, "an answer has no prompt")
@@ -118,6 +131,7 @@ class Admission:
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
         _require(biases <= MAX_BIASES, "logit_bias is too long")
         _require(grammar <= MAX_GRAMMAR, "a grammar is too long")
+        _require(stop_tokens <= MAX_STOP_TOKENS, "there are too many stop tokens")
         tokens = reader.array("<u4", prompt)
         bias = dict(zip(reader.array("<u4", biases), reader.array("<f8", biases)))
         values = [*parameters, *bias.values()]
@@ -134,6 +148,9 @@ class Admission:
             adapter,
             reader.take(grammar),
             generated,
+            min_tokens,
+            ignore_eos,
+            reader.array("<u4", stop_tokens),
         )
 
 
@@ -148,6 +165,7 @@ class Decisions:
             cache may have.
         admit: requests that begin in this step.
         stop: all ranks leave the loop, and nothing is admitted or computed.
+        reports: all ranks gather their memory in use after this step.
         next_size: bytes of the next message, from FRAME.
     """
 
@@ -157,10 +175,11 @@ class Decisions:
     admit: Sequence[Admission] = ()
     stop: bool = False
     next_size: int = FRAME
+    reports: bool = False
 
     def encode(self, size: int) -> bytes:
         """The decisions as a message of ``size`` bytes, which must be enough for them."""
-        counts = len(self.end), len(self.admit), self.stop
+        counts = len(self.end), len(self.admit), self.stop, self.reports
         header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, *counts)
         requests = [request.encode() for request in self.admit]
         message = b"".join([header, *(_END.pack(*each) for each in self.end), *requests])
@@ -171,13 +190,13 @@ class Decisions:
     def decode(cls, message: bytes) -> "Decisions":
         """The decisions in a message. Raises InvalidArgument: the bytes are no message, or exceed the limits above."""
         reader = _Reader(message)
-        magic, step, digest, size, ends, admissions, stop = _HEADER.unpack(reader.take(_HEADER.size))
-        _require(magic == _MAGIC and stop <= 1, "it does not begin as one")
+        magic, step, digest, size, ends, admissions, stop, reports = _HEADER.unpack(reader.take(_HEADER.size))
+        _require(magic == _MAGIC and stop <= 1 and reports <= 1, "it does not begin as one")
         _require(FRAME <= size <= max_size(), "the size of the next is beyond the limits")
         _require(ends <= MAX_ENDS and admissions <= MAX_ADMISSIONS, "it has too many requests")
         end = [_END.unpack(reader.take(_END.size)) for _ in range(ends)]
         admit = [Admission.read(reader) for _ in range(admissions)]
-        return cls(step, digest, end, admit, bool(stop), size)
+        return cls(step, digest, end, admit, bool(stop), size, bool(reports))
 
 
 ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a message of FRAME bytes, whatever ends
@@ -185,7 +204,7 @@ ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a me
 
 def max_size() -> int:
     """The number of bytes of the largest message."""
-    return FRAME + MAX_ADMISSIONS * (4 * MAX_PROMPT + 12 * MAX_BIASES + MAX_GRAMMAR)
+    return FRAME + MAX_ADMISSIONS * (4 * (MAX_PROMPT + MAX_STOP_TOKENS) + 12 * MAX_BIASES + MAX_GRAMMAR)
 
 
 @dataclass

@@ -1,13 +1,13 @@
-"""Structured output: answers that a JSON schema or a regular expression describes, through llguidance.
+"""Structured output: answers that a grammar describes, through llguidance.
 
-Rank 0 compiles the grammar of a request before it admits the request; every rank then masks the logits of that request
-alone. A mask depends on the grammar and the tokens only, so all ranks compute the same one.
+A process beside rank 0 compiles the grammar of a request; every rank then masks the logits of that request alone. A
+mask depends on the grammar and the tokens only, so all ranks compute the same one.
 """
 
 import json
+import re
 import subprocess
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +20,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxdist.base.child_process import code_command
 from mlxdist.base.json_reader import parse_json
 
+from .prepared import CallFormat
+from .protocol import Grammar
 from .refusal import Refusal
 
-__all__ = ["GrammarProcessor", "after_thinking", "grammar_of", "grammar_tokenizer"]
+__all__ = ["GrammarProcessor", "after_thinking", "calls_grammar", "grammar_of", "grammar_tokenizer", "or_calls"]
 
 _MAX_SIZE = 1 << 16  # bytes of a grammar as a client sends it
 _SECONDS = 1  # of CPU time to compile it; a schema of 1,000 properties takes 0.1
@@ -41,36 +43,61 @@ matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
 matcher.compute_bitmask()
 sys.stdout.buffer.write(matcher.get_error().encode())
 """
-_WAIT = 10.0  # seconds for others that are being compiled
-_compiling = threading.Lock()  # one process at a time, whatever clients send
+_WAIT = 30.0  # seconds
 
 
-def grammar_of(body: Mapping[str, Any]) -> str:
-    """llguidance's grammar for OpenAI's ``response_format`` or vLLM's ``structured_outputs``; empty if there is none.
+def grammar_of(wanted: Grammar) -> str:
+    """llguidance's grammar for the text of an answer.
 
     Raises:
-        Refusal: the field is malformed; the grammar is too large, or llguidance cannot compile it, or not now.
+        Refusal: the grammar is malformed or too large, or llguidance cannot compile it, or not now.
     """
-    schema, regex = _schema_of(body.get("response_format")), _regex_of(body.get("structured_outputs"))
-    if schema is None and regex is None:
-        return ""
-    if schema is not None and regex is not None:
-        raise Refusal("response_format and structured_outputs exclude each other")
-    if body.get("tools"):
-        raise Refusal("a request with tools cannot have response_format, which is for all its text")
-    try:
-        if regex is not None:
-            grammar = LLMatcher.grammar_from_regex(regex)
-        else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), defaults=_WHITESPACE)
-        size = len(grammar.encode())
-    except ValueError:  # all else that Python's JSON has and llguidance's does not
-        raise Refusal("the grammar has half a surrogate pair, or a number that is not finite") from None
-    if size > _MAX_SIZE:
-        raise Refusal(f"the grammar has {size} bytes, and at most {_MAX_SIZE} are served")
-    if error := _compile(grammar):
-        raise Refusal(f"the grammar cannot be compiled: {error}")
-    return grammar
+    return _checked(lambda: _grammars_of(wanted))
+
+
+def calls_grammar(tools: Sequence[Mapping[str, Any]], how: CallFormat, name: str, parallel: bool) -> str:
+    """llguidance's grammar for the content of an answer that must call a tool.
+
+    Each schema of parameters is a grammar of its own, because `$ref` begins at the root of a schema.
+
+    Args:
+        how: "arguments": of the function ``name``; "list": of any of the tools, see :class:`Prepared`.
+        parallel: whether the list may have more than one call.
+
+    Raises:
+        Refusal: as :func:`grammar_of`.
+    """
+    schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+    if how == "arguments":
+        return _checked(lambda: _schema_grammar(schemas[name]))
+
+    def grammars() -> list[dict[str, Any]]:
+        begins = [json.dumps(f'{{"name": {json.dumps(each)}, "parameters": ') for each in schemas]
+        calls = " | ".join(f'{begin} @tool{place} "}}"' for place, begin in enumerate(begins))
+        more = '(", " call)*' if parallel else ""
+        inner = [_schema_grammar(schema)[0] | {"name": f"tool{place}"} for place, schema in enumerate(schemas.values())]
+        return [{"lark_grammar": f'start: "[" call {more} "]"\ncall: {calls}'}, *inner]
+
+    return _checked(grammars)
+
+
+def or_calls(grammar: str, tokenizer: TokenizerWrapper, parallel: bool) -> str:
+    """``grammar``, or calls of tools in the model's own format, in place of it.
+
+    Raises:
+        Refusal: the model's calls begin or end with ordinary text, which the text of a call may have, too.
+    """
+    begin, end = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+    markers = set(tokenizer.get_added_vocab().values())
+    if not begin or not markers.issuperset((*begin, *end)):
+        raise Refusal(
+            "response_format with tools is not served with this model; leave one out, or set tool_choice to none or "
+            "required",
+            param="response_format",
+        )
+    call = f"{_tokens(begin)} CALL {_tokens(end)}"
+    calls = f"{call} (SPACE? {call})*" if parallel else call
+    return _before("content", grammar, f"start: {calls} | @content\nCALL: /(?s:.*)/\nSPACE: /\\s+/")
 
 
 def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str:
@@ -86,14 +113,9 @@ def after_thinking(grammar: str, tokenizer: TokenizerWrapper, state: str) -> str
         raise Refusal("structured output is not served for chats with this model, whose answers have several parts")
     if not tokenizer.has_thinking:
         return grammar
-    begin, end = (
-        " ".join(f"<[{token}]>" for token in marker)
-        for marker in (tokenizer.think_start_tokens, tokenizer.think_end_tokens)
-    )
+    begin, end = _tokens(tokenizer.think_start_tokens), _tokens(tokenizer.think_end_tokens)
     thoughts = f"THOUGHTS {end}" if state == "reasoning" else f"({begin} THOUGHTS {end})?"
-    (answer,) = parse_json(grammar)["grammars"]
-    first = {"lark_grammar": f"start: {thoughts} @answer\nTHOUGHTS: /(?s:.*)/"}
-    return json.dumps({"grammars": [first, answer | {"name": "answer"}]}, ensure_ascii=False)
+    return _before("answer", grammar, f"start: {thoughts} @answer\nTHOUGHTS: /(?s:.*)/")
 
 
 @lru_cache(maxsize=1)
@@ -158,44 +180,70 @@ class GrammarProcessor:
         return len(self._read) == len(answer)
 
 
-def _schema_of(given: Any) -> Any:
-    """The JSON schema in ``response_format``, or None."""
-    if given is None:
-        return None
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise Refusal("response_format must have the type text, json_object or json_schema")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    inner = given.get("json_schema")
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise Refusal("response_format must have json_schema, an object, with schema, an object")
-    return inner["schema"]
+def _grammars_of(wanted: Grammar) -> list[dict[str, Any]]:
+    value = wanted.value
+    if wanted.kind == "json":
+        if not isinstance(value, dict | bool):
+            raise Refusal("the JSON schema of the answer must be an object")
+        return _schema_grammar(value)
+    if wanted.kind == "choice":
+        if not (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
+            raise Refusal("the choices of the answer must be a list of strings, and not empty")
+        return parse_json(LLMatcher.grammar_from_regex("|".join(map(re.escape, value))))["grammars"]
+    if not isinstance(value, str):
+        raise Refusal(f"the {wanted.kind} of the answer must be a string")
+    if wanted.kind == "regex":
+        return parse_json(LLMatcher.grammar_from_regex(value))["grammars"]
+    return [{"lark_grammar": value}]
 
 
-def _regex_of(given: Any) -> str | None:
-    """The regular expression in ``structured_outputs``, or None."""
-    if given is None:
-        return None
-    if not isinstance(given, dict) or list(given) != ["regex"] or not isinstance(given["regex"], str):
-        raise Refusal('structured_outputs must be {"regex": "..."}; JSON schemas go into response_format')
-    return given["regex"]
+def _schema_grammar(schema: Any) -> list[dict[str, Any]]:
+    text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    return parse_json(LLMatcher.grammar_from_json_schema(text, defaults=_WHITESPACE))["grammars"]
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object. OpenAI: without parameters it has none."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, dict):
+        raise Refusal(f"the parameters of the function {function['name']!r:.80} must be a JSON schema", param="tools")
+    return {"type": "object"} | parameters
+
+
+def _before(name: str, grammar: str, lark: str) -> str:
+    """A grammar in Lark that refers to ``grammar`` by a name with @."""
+    first, *others = parse_json(grammar)["grammars"]
+    grammars = [{"lark_grammar": lark}, first | {"name": name}, *others]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    return " ".join(f"<[{token}]>" for token in tokens)
+
+
+def _checked(grammars: Callable[[], list[dict[str, Any]]]) -> str:
+    """The text of grammars that compile, and are not too large."""
+    try:
+        grammar = json.dumps({"grammars": grammars()}, ensure_ascii=False)
+        size = len(grammar.encode())
+    except ValueError:  # all else that Python's JSON has and llguidance's does not
+        raise Refusal("the grammar has half a surrogate pair, or a number that is not finite") from None
+    if size > _MAX_SIZE:
+        raise Refusal(f"the grammar has {size} bytes, and at most {_MAX_SIZE} are served")
+    if error := _compile(grammar):
+        raise Refusal(f"the grammar cannot be compiled: {error}")
+    return grammar
 
 
 @lru_cache(maxsize=64)
 def _compile(grammar: str) -> str:
     """The error in a grammar; empty if it compiles. Raises Refusal, which is not cached: the machine is too busy."""
-    busy = Refusal("this machine is too busy to compile the grammar", 503, retry_after=1)
-    if not _compiling.acquire(timeout=_WAIT):
-        raise busy
     try:
-        done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=30)
+        done = subprocess.run(code_command(_COMPILE), input=grammar.encode(), capture_output=True, timeout=_WAIT)
     except subprocess.TimeoutExpired:
-        raise busy from None
-    finally:
-        _compiling.release()
+        raise Refusal("this machine is too busy to compile the grammar", 503, retry_after=1) from None
     return _sentence(done.stdout.decode()) if done.returncode == 0 else "it takes too much time or memory"
 
 

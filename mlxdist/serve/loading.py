@@ -17,10 +17,10 @@ from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 
 from .adapters import AdaptedModel
+from .log import say
 from .options import ServeOptions
 from .placement import ModelPlacement, show
 from .quantized_cache import quantize_caches
-from .scheduler import say
 from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 

@@ -1,74 +1,164 @@
-"""Counters of a server, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats)."""
+"""Metrics of a server, in Prometheus' text format, with the meanings of vLLM's (a table is in docs/serve.md).
 
-import threading
-from collections import Counter
-from collections.abc import Mapping
+Rank 0 has :class:`Metrics`, the application of HTTP has :class:`HttpMetrics`. Each has a registry of its own, and none
+has a name that the other has, so that /metrics is the text of both.
+"""
 
-__all__ = ["Metrics"]
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+
+__all__ = ["CONTENT_TYPE", "HttpMetrics", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NAMESPACE = "mlxdist_serve"
 _OUTCOMES = ("stop", "length", "cancelled", "timeout", "error", "refused")
-_HELP = {
-    "requests_total": "Requests that have ended, by outcome.",
-    "prompt_tokens_total": "Tokens of the prompts of admitted requests.",
-    "cached_prompt_tokens_total": "Of these, tokens that the prefix cache had: the rate of both is its hit rate.",
-    "generated_tokens_total": "Tokens generated.",
-    "draft_tokens_total": "Drafts, of --draft-model or --prompt-lookup.",
-    "accepted_draft_tokens_total": "Drafts that became tokens of an answer.",
-    "preempted_total": "Times that a request has left the batch for one that comes before it.",
-    "steps_total": "Messages of decisions, one broadcast each, those of idle seconds included.",
-    "decision_bytes_total": "Bytes of these messages.",
-    "restarts_total": "Restarts of all ranks after one has failed; the other counters begin again with each.",
-    "running": "Requests in the batch.",
-    "queued": "Requests that wait for a place in it.",
-    "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
-    "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
-    "active_memory_bytes": "Memory that MLX uses on rank 0: weights, caches and what is being computed.",
-}
+# Seconds. A token takes 1 ms to seconds; a request, up to --request-timeout and beyond.
+_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+_REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class _Registry(CollectorRegistry):
+    """A registry of one object. Its text leaves out when each counter began, which doubles the number of series."""
+
+    def counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, labels, namespace=_NAMESPACE, registry=self)
+
+    def gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, labels, namespace=_NAMESPACE, registry=self)
+
+    def histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(name, about, namespace=_NAMESPACE, registry=self, buckets=tuple(buckets))
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+    def text(self) -> str:
+        return generate_latest(self).decode()
 
 
 class Metrics:
-    """Counters of a server. Every thread may count."""
+    """Metrics of rank 0. Every thread may call every method.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        restarts: how often the launcher has restarted the ranks, this process included.
+    """
+
+    def __init__(self, restarts: int = 0) -> None:
+        self._registry = registry = _Registry()
+        counter, gauge, histogram = registry.counter, registry.gauge, registry.histogram
+        ended = counter("requests", "Requests that have ended, by outcome.", "outcome")
         # Each outcome is listed from the start: a series that begins with its first event has no rate until the second.
-        self._counters: Counter[str] = Counter({_ended(outcome): 0 for outcome in _OUTCOMES})
-        self._first: list[int] = [0] * (len(_BUCKETS) + 1)  # requests by the time to their first token
-        self._first_seconds = 0.0
+        self._ended = {outcome: ended.labels(outcome) for outcome in _OUTCOMES}
+        self._prompt = counter("prompt_tokens", "Tokens of the prompts of admitted requests.")
+        self._cached = counter("cached_prompt_tokens", "Of these, tokens that the prefix cache had.")
+        self._generated = counter("generated_tokens", "Tokens generated.")
+        self._drafted = counter("draft_tokens", "Drafts, of --draft-model or --prompt-lookup.")
+        self._accepted = counter("accepted_draft_tokens", "Drafts that became tokens of an answer.")
+        self._preempted = counter("preempted", "Times that a request has left the batch for one that comes before it.")
+        self._steps = counter("steps", "Messages of decisions, one broadcast each, those of idle seconds included.")
+        self._decision_bytes = counter("decision_bytes", "Bytes of these messages.")
+        counter("restarts", "Restarts of all ranks; the other counters of rank 0 begin again with each.").inc(restarts)
+        self._queue = histogram(
+            "request_queue_seconds", "From when a request is queued to its place in the batch.", _REQUEST_SECONDS
+        )
+        self._first = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _REQUEST_SECONDS
+        )
+        self._between = histogram(
+            "inter_token_seconds", "From a step with tokens of a request to its next one.", _TOKEN_SECONDS
+        )
+        self._whole = histogram(
+            "request_seconds", "From the arrival to the end of requests that end with stop or length.", _REQUEST_SECONDS
+        )
+        self._gauges = {
+            name: gauge(name, about)
+            for name, about in {
+                "running": "Requests in the batch.",
+                "queued": "Requests that wait for a place in it.",
+                "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
+                "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
+            }.items()
+        }
+        self._memory = gauge(
+            "active_memory_bytes", "Memory that MLX uses: weights, caches and what is being computed.", "rank"
+        )
 
-    def add(self, name: str, number: int = 1) -> None:
-        """Adds ``number`` to a counter. ``name``: one of those above, with labels in braces where it has them."""
-        with self._lock:
-            self._counters[name] += number
+    def step(self, size: int) -> None:
+        """Counts a message of decisions of ``size`` bytes."""
+        self._steps.inc()
+        self._decision_bytes.inc(size)
 
-    def end(self, outcome: str) -> None:
-        """Counts a request that has ended, by its outcome."""
-        self.add(_ended(outcome))
+    def admitted(self, queue_seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Counts a request that has got a place in the batch, the first time it gets one."""
+        self._queue.observe(queue_seconds)
+        self._prompt.inc(prompt_tokens)
+        self._cached.inc(cached_tokens)
 
     def first_token(self, seconds: float) -> None:
-        with self._lock:
-            self._first[sum(seconds > bound for bound in _BUCKETS)] += 1
-            self._first_seconds += seconds
+        """Counts the first token of a request. ``seconds``: since the request arrived."""
+        self._generated.inc()
+        self._first.observe(seconds)
+
+    def token(self, seconds: float) -> None:
+        """Counts a token of a request, not its first one.
+
+        ``seconds``: since the last step in which the request got tokens; 0 for a further token of the same step, which
+        is in the histogram no more than with vLLM.
+        """
+        self._generated.inc()
+        if seconds > 0:
+            self._between.observe(seconds)
+
+    def drafted(self, drafts: int, accepted: int) -> None:
+        """Counts the drafts of a step, and those that became tokens of an answer."""
+        self._drafted.inc(drafts)
+        self._accepted.inc(accepted)
+
+    def preempted(self) -> None:
+        """Counts a request that has left the batch, and waits again."""
+        self._preempted.inc()
+
+    def ended(self, outcome: str, seconds: float = 0.0) -> None:
+        """Counts a request that has ended. ``seconds``: since it arrived.
+
+        ``outcome``: "stop", "length", "cancelled", "timeout", "error", or "refused" for one that was never queued.
+        """
+        self._ended[outcome].inc()
+        if outcome in ("stop", "length"):
+            self._whole.observe(seconds)
+
+    def memory(self, rank: int, active_bytes: int) -> None:
+        """Sets what MLX uses on a rank."""
+        self._memory.labels(str(rank)).set(active_bytes)
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """All counters as text, with the values of ``gauges``."""
-        with self._lock:
-            counters, first, seconds = dict(self._counters), list(self._first), self._first_seconds
-        lines = []
-        for name, about in _HELP.items():
-            kind = "gauge" if name in gauges else "counter"
-            counted = {key: value for key, value in counters.items() if key.partition("{")[0] == name}
-            values: Mapping[str, float] = {name: gauges[name]} if name in gauges else counted or {name: 0}
-            lines += [f"# HELP mlxdist_serve_{name} {about}", f"# TYPE mlxdist_serve_{name} {kind}"]
-            lines += [f"mlxdist_serve_{key} {value}" for key, value in sorted(values.items())]
-        name = "mlxdist_serve_time_to_first_token_seconds"
-        lines += [f"# HELP {name} From the request's arrival to its first token.", f"# TYPE {name} histogram"]
-        for bound, count in zip((*map(str, _BUCKETS), "+Inf"), range(1, len(first) + 1)):
-            lines.append(f'{name}_bucket{{le="{bound}"}} {sum(first[:count])}')
-        lines += [f"{name}_sum {seconds:.6f}", f"{name}_count {sum(first)}"]
-        return "\n".join(lines) + "\n"
+        """All metrics. ``gauges``: the values now of "running", "queued", "reserved_tokens", "prefix_cache_tokens"."""
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
+        return self._registry.text()
 
 
-def _ended(outcome: str) -> str:
-    return f'requests_total{{outcome="{outcome}"}}'
+class HttpMetrics:
+    """Metrics of the application of HTTP. They go on while ranks restart.
+
+    Args:
+        paths: the paths that are served. All others count as "other": a client cannot make series.
+    """
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self._paths = frozenset(paths)
+        self._registry = registry = _Registry()
+        self._requests = registry.counter(
+            "http_requests", "Answers of HTTP, by path and status; 499: the client has left.", "path", "status"
+        )
+
+    def answered(self, path: str, status: int) -> None:
+        """Counts an answer, once its status is known."""
+        self._requests.labels(path if path in self._paths else "other", str(status)).inc()
+
+    def text(self) -> str:
+        return self._registry.text()

@@ -7,6 +7,7 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument
 
 from .decisions import MAX_ADAPTERS
+from .http_options import HttpOptions
 from .placement import Layout
 from .worker import BatchLimits
 
@@ -19,8 +20,8 @@ class ServeOptions:
 
     Attributes:
         model: a directory, or the name of a model that `hf download` has fetched.
-        host, port: the address where rank 0 listens; port 0 is a free one.
-        proxy: the address of the launcher's proxy; rank 0 then listens for it alone. Empty for none.
+        http: where the application of HTTP listens, and to whom it answers.
+        application: the address of the launcher's application; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds which shard of the model.
         stream_weights: whether only rank 0 has the model, and sends the other ranks their shards.
         split_blocks: whether the layers are split blocks, for which each rank loads all of the model first.
@@ -31,21 +32,18 @@ class ServeOptions:
         shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
         limits: the limits of the batch.
         max_queue: requests that wait; more get 429.
-        request_timeout: the maximum duration of a request in seconds, from its arrival.
+        drain: seconds that requests have to end after SIGTERM.
         max_context: tokens of a prompt and its answer; None for the limit in the model's config.json.
         defaults: values for max_tokens, temp, top_p, top_k and min_p of a request, with the names of mlx_lm.server.
         kv_bits: bits of an element of the KV caches; None for the model's dtype.
         kv_group_size: elements of a head that share a scale and a bias, with ``kv_bits``.
         prompt_cache_dir: the directory that keeps the prefix cache between runs; None for none.
         chat_template_args: variables of the chat template.
-        allowed_origins: origins of web pages that may use the server; "*" for all.
-        api_key: the key that clients send; empty for none.
     """
 
     model: str
-    host: str = "127.0.0.1"
-    port: int = 8080
-    proxy: str = ""
+    http: HttpOptions = HttpOptions()
+    application: str = ""
     layout: Layout = Layout()
     stream_weights: bool = False
     split_blocks: bool = False
@@ -56,15 +54,13 @@ class ServeOptions:
     shard_vocabulary: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
-    request_timeout: float = 600.0
+    drain: float = 30.0
     max_context: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
     prompt_cache_dir: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
-    allowed_origins: tuple[str, ...] = ()
-    api_key: str = field(default="", repr=False)
 
     def check(self) -> None:
         """Checks the options. Raises InvalidArgument: some of them exclude each other."""

@@ -24,7 +24,7 @@ from mlxdist.nn.pipeline_parallel import StagePlan, plan_stages
 from mlxdist.nn.rank_checks import agreed, texts
 from mlxdist.runtime.group.group import Group
 
-from .scheduler import say
+from .log import say
 
 __all__ = ["Layout", "ModelPlacement", "place", "show"]
 

@@ -1,26 +1,52 @@
-"""A request that is not served: for rank 0 and for the proxy, which has no mlx-lm."""
+"""A request that is not served: for rank 0 and for the application of HTTP, which has no mlx-lm."""
 
+import re
 from typing import Any
 
-__all__ = ["Refusal"]
+__all__ = ["Refusal", "sentence"]
+
+# Of errors that have no other: in a stream the client has no status.
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    429: "rate_limit_exceeded",
+    500: "internal_error",
+    502: "bad_gateway",
+    503: "service_unavailable",
+    504: "timeout",
+}
 
 
-class Refusal(BaseException):
+class Refusal(Exception):
     """A request that is not served, or not to its end. Its text goes to the client.
-
-    It is no Exception, because mlx-lm's handler answers all exceptions with a status of its own.
 
     Attributes:
         status: the status of HTTP.
         retry_after: seconds, or None.
+        param: the field of the request that is wrong; None if it is none or all of them.
+        code: OpenAI's name of the error, such as "context_length_exceeded"; None if it has none.
     """
 
-    def __init__(self, text: str, status: int = 400, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        status: int = 400,
+        retry_after: int | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(text)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.param = status, retry_after, param
+        self.code = code or _CODES.get(status)
 
     @property
     def error(self) -> dict[str, Any]:
         """The body of the error, in the format of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "code": self.status}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def sentence(error: Exception) -> str:
+    """The text of another library's exception for clients, without paths and lines of this machine."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return re.sub(r"(/[\w.-]+){2,}", "...", text)[:500]

@@ -1,6 +1,6 @@
-"""mlx-lm's samplers, each with a random state of its own."""
+"""mlx-lm's samplers, each with a random state of its own; and a logits processor that mlx-lm does not have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ from mlx_lm.server import SamplingArguments, _make_sampler
 
 from .decisions import Admission
 
-__all__ = ["SeededSampler", "sampler_of"]
+__all__ = ["MinTokens", "SeededSampler", "sampler_of"]
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -42,6 +42,24 @@ class SeededSampler:
             self._seeds.append(next(self._following))
         mx.random.seed(self._seeds[index])
         return self._sampler(logprobs)
+
+
+class MinTokens:
+    """A logits processor of mlx-lm, which allows no token that ends an answer before it has a number of tokens.
+
+    Args:
+        ends: the tokens that end the answer.
+        until: the number of tokens, with those of the prompt, from which on they are allowed.
+    """
+
+    def __init__(self, ends: Sequence[int], until: int) -> None:
+        self._ends, self._until = mx.array(list(ends)), until
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size >= self._until:
+            return logits
+        logits[..., self._ends] = -mx.inf
+        return logits
 
 
 def sampler_of(

@@ -12,20 +12,22 @@ from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
-from mlx_lm.server import _format_top_logprobs
+import mlx.core as mx
 
 from .answer import Answer, Token
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, ROOM, Admission, Decisions
-from .limits import sentence
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
-from .refusal import Refusal
+from .refusal import Refusal, sentence
 from .worker import Outcome
 
-__all__ = ["Request", "Scheduler", "say"]
+__all__ = ["LATE", "Request", "Scheduler"]
 
 _MAX_RETRY_AFTER = 600  # seconds
 _LEVEL = 60.0  # seconds of waiting that a level of priority is worth
+_REPORT_SECONDS = 10.0  # between two reports of the ranks' memory
+_STOPS = "the server stops"
+LATE = "the request has taken too long"
 
 
 class Request:
@@ -35,6 +37,7 @@ class Request:
         answer: the text of its answer, and where that ends.
         events: a queue for the thread that answers: cached tokens of the prompt, once admitted; (computed, all) tokens
             of its prompt; Tokens up to one with a finish_reason; or a Refusal, which is the last event.
+        wake: called after events were put into the queue, by the thread that has put them.
         order: its place in the queue, the least first. It does not change while a request waits: a later request
             overtakes it only within a minute for each level of priority between them.
     """
@@ -42,23 +45,33 @@ class Request:
     def __init__(
         self,
         admission: Admission,
-        is_connected: Callable[[], bool],
         answer: Answer,
         *,
         timeout: float,
         priority: int = 0,
         top_logprobs: int | None = None,
+        wake: Callable[[], None] = lambda: None,
+        arrived: float | None = None,
     ) -> None:
-        """Starts the request's clock. ``admission`` has no number yet. ``top_logprobs``: None without logprobs."""
+        """Initializes a request. ``admission`` has no number yet.
+
+        Args:
+            timeout: seconds from its arrival to its end.
+            top_logprobs: None without logprobs.
+            arrived: when it has come, by time.monotonic(); None for now.
+        """
         self.admission = self._asked = admission
-        self.is_connected, self.answer, self.top_logprobs = is_connected, answer, top_logprobs
-        self.arrived = time.monotonic()
-        self.order = self.arrived + priority * _LEVEL
+        self.answer, self.top_logprobs, self.wake = answer, top_logprobs, wake
+        self.queued = time.monotonic()  # once it has been made into tokens
+        self.arrived = self.queued if arrived is None else arrived
+        self.order = self.queued + priority * _LEVEL
         self.deadline = self.arrived + timeout
         self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
         self.cached: int | None = None  # tokens of the prompt that the prefix cache had; None until it is admitted
         self.generated: list[int] = []  # tokens, those that wait in its answer included
-        self.first = 0.0  # when the first token came
+        self.begun = 0.0  # when it first got a place in the batch
+        self.first = self.last = 0.0  # when the first and the last token came
+        self.last_step = 0  # the step of the last token
         self._is_cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -67,7 +80,7 @@ class Request:
 
     def leaves(self) -> str:
         """The outcome with which the request ends now, "cancelled" or "timeout"; empty if it continues."""
-        if self._is_cancelled.is_set() or not self.is_connected():
+        if self._is_cancelled.is_set():
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
 
@@ -89,15 +102,6 @@ class Request:
                 generated=made,
             )
 
-    def describe(self, outcome: str) -> str:
-        took = time.monotonic() - self.first
-        made = len(self.generated)
-        rate = f", {(made - 1) / took:.1f} tokens/s" if made > 1 and took > 0 else ""
-        first = f", the first after {self.first - self.arrived:.3f} s" if made else ""
-        prompt = f"{len(self._asked.prompt)} tokens of prompt ({self.cached or 0} cached)"
-        name = f"request {self.admission.number}" if self.admission.number >= 0 else "a request that waited"
-        return f"{name}: {prompt}, {made} generated{first}{rate}: {outcome}"
-
 
 class Scheduler:
     """Serves requests by priority, then by arrival, in ``places`` places.
@@ -110,31 +114,25 @@ class Scheduler:
     Args:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
-        log: gets a line for each request that has ended.
         max_total_tokens: the maximum number of tokens of the KV caches of all running requests.
     """
 
     def __init__(
-        self,
-        places: int,
-        max_queue: int,
-        heartbeat: float,
-        tokenizer: Any,
-        metrics: Metrics,
-        log: Callable[[str], None] = lambda line: None,
-        max_total_tokens: int = UNLIMITED,
+        self, places: int, max_queue: int, heartbeat: float, metrics: Metrics, max_total_tokens: int = UNLIMITED
     ) -> None:
         self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
         self._max_total_tokens = max_total_tokens
-        self._tokenizer, self._metrics, self._log = tokenizer, metrics, log
+        self._metrics = metrics
         self._changed = threading.Condition()
         self._waiting: list[Request] = []  # by their order
         self._running: dict[int, Request] = {}
         self._finished: list[tuple[int, int]] = []  # what the next messages have as ``end``
         self._numbered = 0
+        self._delivered = 0  # steps
         self._seconds = 0.0  # that a request takes, a moving mean
         self._unavailable = ""
-        self._stops = False
+        self._stops_at: float | None = None  # None: it goes on
+        self._reports_at = time.monotonic() + _REPORT_SECONDS
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -143,35 +141,41 @@ class Scheduler:
             Refusal: 429 where the queue is full, 503 where the server has failed or stops.
         """
         with self._changed:
-            if self._unavailable:
-                raise Refusal(self._unavailable, 503)
+            if self.unavailable:
+                left = None if self._stops_at is None else self._stops_at - time.monotonic()
+                raise Refusal(self.unavailable, 503, retry_after=None if left is None else _retry_after(left))
             free = self._places - len(self._running)  # which the next decision fills
             if len(self._waiting) >= free + self._max_queue:
-                seconds = math.ceil(self._seconds * (len(self._waiting) + 1) / self._places)
                 raise Refusal(
                     f"{self._max_queue} requests wait already; try again later",
                     429,
-                    retry_after=min(max(seconds, 1), _MAX_RETRY_AFTER),
+                    retry_after=_retry_after(self._seconds * (len(self._waiting) + 1) / self._places),
                 )
             bisect.insort(self._waiting, request, key=_order)
             self._changed.notify()
 
-    def stop(self) -> None:
-        """Makes the next decision stop the server. Any thread may call this, also the model's, in a signal handler."""
-        self._stops = True
+    def stop(self, drain: float = 0.0) -> None:
+        """Refuses requests from now on, and makes a decision stop the server: once all have ended, in at most ``drain``
+        seconds. A second call stops it at once. Any thread may call this, also the model's, in a signal handler.
+        """
+        self._stops_at = time.monotonic() + (drain if self._stops_at is None else 0.0)
         with self._changed:  # which that thread may hold: it is an RLock
             self._changed.notify()
 
+    def _stops(self) -> bool:
+        if self._stops_at is None:
+            return False
+        return not (self._waiting or self._running) or time.monotonic() >= self._stops_at
+
     def decide(self, step: int, size: int, digest: int) -> Decisions:
         """Decisions for the next step, in a message of ``size`` bytes. Waits while there is nothing to do."""
-        self._metrics.add("steps_total")
-        self._metrics.add("decision_bytes_total", size)
+        self._metrics.step(size)
         with self._changed:
-            if not (self._waiting or self._running or self._finished or self._stops):
+            if not (self._waiting or self._running or self._finished or self._stops()):
                 self._changed.wait(self._heartbeat)
             end, self._finished = self._finished[:MAX_ENDS], self._finished[MAX_ENDS:]
-            if self._stops:
-                self._end_all("the server stops")
+            if self._stops():
+                self._end_all(_STOPS)
                 return Decisions(step, digest, end, stop=True)
             left = (number for number, request in self._running.items() if self._has_left(request))
             leaving = list(itertools.islice(left, MAX_ENDS - len(end)))  # looks at no more than that
@@ -182,44 +186,55 @@ class Scheduler:
             for request in self._next(size - FRAME + ROOM):
                 self._waiting.pop(0)
                 request.admission = replace(request.admission, number=self._numbered)
+                request.begun = request.begun or time.monotonic()
                 self._running[self._numbered] = request
                 self._numbered += 1
                 admitted.append(request.admission)
             following = [request.admission for request in self._next(sys.maxsize)]
             fits = sum(request.size for request in following) <= ROOM
             brought = 0 if fits else sum(request.brought for request in following)
-            return Decisions(step, digest, end, admitted, next_size=FRAME + brought)
+            reports = time.monotonic() >= self._reports_at
+            if reports:
+                self._reports_at = time.monotonic() + _REPORT_SECONDS
+            return Decisions(step, digest, end, admitted, next_size=FRAME + brought, reports=reports)
 
     def deliver(self, outcome: Outcome) -> None:
         """Passes the results of a step to the requests."""
+        self._delivered += 1
+        woken: dict[int, Request] = {}
         for number, cached in outcome.cached.items():
-            request = self._running[number]
+            request = woken[number] = self._running[number]
             if request.cached is not None:  # it goes on
                 continue
             request.cached = cached
             request.events.put(cached)
-            self._metrics.add("prompt_tokens_total", len(request.admission.prompt))
-            self._metrics.add("cached_prompt_tokens_total", cached)
+            self._metrics.admitted(request.begun - request.queued, len(request.admission.prompt), cached)
         for response in outcome.prefill:
-            self._running[response.uid].events.put(response.progress)
-        self._metrics.add("draft_tokens_total", outcome.drafted)
-        self._metrics.add("accepted_draft_tokens_total", outcome.accepted)
+            request = woken[response.uid] = self._running[response.uid]
+            request.events.put(response.progress)
+        self._metrics.drafted(outcome.drafted, outcome.accepted)
         for response in outcome.tokens:
             if response.uid in self._running:  # no stop word has ended it, before this token
+                woken[response.uid] = self._running[response.uid]
                 self._deliver_token(response, outcome.failed.get(response.uid, ""))
+        for request in woken.values():
+            request.wake()
 
     def _deliver_token(self, response: Any, failed: str) -> None:
         """Adds a token to its answer. ``failed``: why a complete answer does not match its grammar, or ""."""
         request, reason = self._running[response.uid], response.finish_reason
         request.generated.append(response.token)
-        self._metrics.add("generated_tokens_total")
+        now = time.monotonic()
         if len(request.generated) == 1:
-            request.first = time.monotonic()
-            self._metrics.first_token(request.first - request.arrived)
+            request.first = now
+            self._metrics.first_token(now - request.arrived)
+        else:
+            self._metrics.token(0.0 if request.last_step == self._delivered else now - request.last)
+        request.last, request.last_step = now, self._delivered
         error = f"the grammar of the request has failed: {failed}" if failed and reason else ""
         tokens: list[Token] = []
         try:
-            tokens = request.answer.add(self._token(response, request.top_logprobs))
+            tokens = request.answer.add(_token(response, request.top_logprobs))
         except Exception as raised:  # tokenizers raise what they like
             error = f"the tokens of the answer cannot be made into text: {sentence(raised)}"
         if request.answer.length is not None:
@@ -245,7 +260,7 @@ class Scheduler:
     @property
     def unavailable(self) -> str:
         """The reason why no request is accepted; empty if requests are accepted."""
-        return self._unavailable
+        return self._unavailable or ("" if self._stops_at is None else _STOPS)
 
     def gauges(self) -> dict[str, float]:
         needs = [request.admission.tokens for request in list(self._running.values())]
@@ -284,14 +299,15 @@ class Scheduler:
             end.append((number, request.kept))
             request.preempt()
             bisect.insort(self._waiting, request, key=_order)
-            self._metrics.add("preempted_total")
+            self._metrics.preempted()
         return end
 
     def _has_left(self, request: Request) -> bool:
         outcome = request.leaves()
         if outcome:
             late = outcome == "timeout"
-            request.events.put(Refusal("the request has taken too long", 504) if late else Refusal("cancelled", 499))
+            request.events.put(Refusal(LATE, 504) if late else Refusal("cancelled", 499))
+            request.wake()
             self._has_ended(request, outcome)
         return bool(outcome)
 
@@ -299,33 +315,32 @@ class Scheduler:
         self._unavailable = reason
         for request in (*self._running.values(), *self._waiting):
             request.events.put(Refusal(reason, 503))
+            request.wake()
             self._has_ended(request, "error")
         self._running.clear()
         self._waiting.clear()
 
     def _has_ended(self, request: Request, outcome: str) -> None:
-        self._metrics.end(outcome)
-        self._log(request.describe(outcome))
-
-    def _token(self, response: Any, top_logprobs: int | None) -> Token:
-        if top_logprobs is None:
-            return Token(response.token, 0.0, response.finish_reason)
-        logprob = response.logprobs[response.token].item()
-        top: tuple[dict[str, Any], ...] = ()
-        if top_logprobs > 0:
-            listed = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
-            found = [
-                each for each in listed if math.isfinite(each["logprob"])
-            ]  # a grammar allows fewer; JSON has no infinity
-            name = self._tokenizer.convert_ids_to_tokens(response.token)
-            own = {"id": response.token, "token": name, "logprob": logprob}
-            # The sampled token comes first, because mlx-lm's handler reads the first entry as the token itself.
-            top = (own, *sorted((each for each in found if each != own), key=lambda each: -each["logprob"]))
-        return Token(response.token, logprob, response.finish_reason, top)
+        self._metrics.ended(outcome, time.monotonic() - request.arrived)
 
 
 _order = attrgetter("order")
 
 
-def say(text: str) -> None:
-    print(f"mlxdist: {text}", file=sys.stderr, flush=True)
+def _retry_after(seconds: float) -> int:
+    """``seconds``, which may be infinite: those of --drain."""
+    return math.ceil(min(max(seconds, 1), _MAX_RETRY_AFTER))
+
+
+def _token(response: Any, top_logprobs: int | None) -> Token:
+    """``top_logprobs``: the number of likely tokens to list; None without log-probabilities."""
+    if top_logprobs is None:
+        return Token(response.token, 0.0, response.finish_reason)
+    logprobs: Any = response.logprobs
+    top: list[tuple[int, float]] = []
+    if top_logprobs > 0:
+        likely: Any = mx.argpartition(-logprobs, kth=top_logprobs - 1)[:top_logprobs]
+        # A grammar allows fewer tokens; JSON has no infinity.
+        found = zip(likely.tolist(), logprobs[likely].tolist())
+        top = sorted((each for each in found if math.isfinite(each[1])), key=lambda each: -each[1])
+    return Token(response.token, logprobs[response.token].item(), response.finish_reason, tuple(top))

@@ -1,11 +1,11 @@
 """Joins the parts of a server: on every rank the model and the loop, on rank 0 the scheduler and its clients."""
 
 import contextlib
+import os
 import re
 import signal
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,17 +24,18 @@ from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.group.group import Group
-from mlxdist.runtime.operations.collectives import broadcast
+from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
 from .decisions import FRAME, MAX_PROMPT, Decisions
-from .frontend import Frontend
-from .http import HttpServer
-from .listener import is_local, listen, listen_for_proxy
+from .endpoint import Endpoint
+from .http_clients import HttpClients
 from .loading import load
 from .memory import tokens_that_fit
+from .metrics import Metrics
 from .options import ServeOptions
 from .placement import place
-from .scheduler import Scheduler, say
+from .preparation_pool import PreparationPool
+from .scheduler import Scheduler
 from .snapshot import Snapshot
 from .worker import Worker
 
@@ -59,9 +60,6 @@ class Clients(Protocol):
 
     def failed(self) -> None:
         """Called when the server fails, after each request has its reason. Returns once clients had time to read it."""
-
-    def log(self, text: str) -> None:
-        """Logs a request and its end."""
 
 
 class Server:
@@ -107,7 +105,7 @@ class Server:
                 has ended all requests with the reason.
         """
         received: list[int] = []
-        run("serve", self._options, self._listen, partial(take_signals, received))
+        run("serve", self._options, self._listen, partial(take_signals, received, self._options.drain))
         return 130 if received[:1] == [signal.SIGINT] else 0
 
     def __enter__(self) -> "Server":
@@ -158,20 +156,16 @@ class Server:
         self._scheduler = scheduler
         self._started.set()
 
-    def _listen(self, frontend: Frontend) -> HttpServer:
-        options = self._options
-        listener = listen_for_proxy() if options.proxy else listen(options.host, options.port)
-        server = HttpServer(listener, frontend, options.proxy)
-        self._address = server.address
-        if not options.api_key and not is_local(server.address):
-            say(f"all who reach {server.address} can use the model; MLXDIST_API_KEY sets a key")
-        return server
+    def _listen(self, endpoint: Endpoint) -> HttpClients:
+        clients = HttpClients(endpoint, self._options)
+        self._address = clients.address
+        return clients
 
 
 def run(
     name: str,
     options: ServeOptions,
-    clients_of: Callable[[Frontend], Clients],
+    clients_of: Callable[[Endpoint], Clients],
     has_started: Callable[[Scheduler | None, Clients | None], None],
 ) -> None:
     """Loads the model and serves clients, which rank 0 makes, until the scheduler stops. Raises as :class:`Server`.
@@ -187,14 +181,19 @@ def run(
         directory = model_directory(options.model) if has_model else Path()
         context = _context(directory, options) if has_model else 0  # rank 0's counts
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
-        served = (options.model if is_name else directory.name, options.model, "default_model")
+        own_name = Path(os.path.abspath(directory)).name if has_model else ""  # also of "."
+        served = (options.model if is_name else own_name, options.model, "default_model")
         adapters = tuple(adapter for adapter, _ in options.adapters)
         if taken := set(adapters) & set(served):
             raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
-        frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key, adapters)
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
-        frontend.metrics.add("restarts_total", Environment.read().restart_count)
-        clients = clients_of(frontend) if group.rank() == 0 else None
+        clients = endpoint = metrics = None
+        if group.rank() == 0:
+            pool = PreparationPool(directory, options.chat_template_args)
+            defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
+            metrics = Metrics(Environment.read().restart_count)
+            endpoint = Endpoint(pool, served, adapters, defaults, options.http.request_timeout, metrics)
+            clients = clients_of(endpoint)
     with contextlib.nullcontext() if clients is None else clients.listening():
         layout = options.layout
         if options.split_blocks:
@@ -213,18 +212,19 @@ def run(
             given = str((options.kv_bits, options.kv_group_size, options.split_blocks))
             snapshot.load(worker.cache, directory, placement, given)
         scheduler = None
-        if clients is not None:
+        if clients is not None and endpoint is not None:
             # The other ranks wait in a broadcast with a deadline: rank 0 of an idle server must send before it.
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             places, queue = limits.decode_concurrency, options.max_queue
-            scheduler = Scheduler(places, queue, heartbeat, tokenizer, frontend.metrics, clients.log, most)
-            frontend.open(scheduler, tokenizer, vocabulary, min(context, most), lambda: _gauges(scheduler, worker))
+            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, most)
+            gauges = partial(_gauges, scheduler, worker)
+            endpoint.open(scheduler, tokenizer, vocabulary, min(context, most), gauges)
         has_started(scheduler, clients)
         try:
             own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
             if clients is not None:
                 clients.ready(served[0], group.size(), placement.name)
-            _loop(own, worker, scheduler)
+            _loop(own, worker, scheduler, metrics)
         except Exception as error:
             if scheduler is not None and clients is not None:
                 scheduler.fail(str(error))
@@ -235,10 +235,13 @@ def run(
             snapshot.save(worker.cache)
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
+def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, metrics: Metrics | None) -> None:
     """Runs steps on all ranks until rank 0 decides to stop: one broadcast, and one step of the model if there is work.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
+
+    Args:
+        scheduler, metrics: on rank 0.
     """
     step, size = 0, FRAME
     while True:
@@ -252,12 +255,17 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
         outcome = worker.step(decisions)
         if scheduler is not None:
             scheduler.deliver(outcome)
+        if decisions.reports:
+            memory = all_gather(np.array([mx.get_active_memory()], np.uint64), group=group)
+            if metrics is not None:
+                for rank, active in enumerate(memory.tolist()):
+                    metrics.memory(rank, active)
         step, size = (step + 1) % 2**32, decisions.next_size
 
 
-def take_signals(received: list[int], scheduler: Scheduler | None, clients: Clients | None) -> None:
+def take_signals(received: list[int], drain: float, scheduler: Scheduler | None, clients: Clients | None) -> None:
     """Adds the SIGINT and SIGTERM that come from now on to ``received``. Rank 0 decides what follows; the launcher
-    signals all ranks.
+    signals all ranks. SIGTERM gives requests ``drain`` seconds to end.
 
     The handlers stay: the process ends after the loop, and a further signal must not turn that into a failure.
     """
@@ -267,17 +275,10 @@ def take_signals(received: list[int], scheduler: Scheduler | None, clients: Clie
         if clients is not None and number == signal.SIGINT:
             clients.interrupt()
         elif scheduler is not None:
-            scheduler.stop()
+            scheduler.stop(drain)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, take)
-
-
-def _mlx_lms(options: ServeOptions) -> Namespace:
-    """The options of mlx_lm.server that its handler reads, with its defaults."""
-    defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
-    origins, template = list(options.allowed_origins), options.chat_template_args
-    return Namespace(num_draft_tokens=0, allowed_origins=origins, chat_template_args=template, **defaults)
 
 
 def _context(directory: Path, options: ServeOptions) -> int:
@@ -297,5 +298,4 @@ def _context(directory: Path, options: ServeOptions) -> int:
 
 
 def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
-    memory = mx.get_active_memory()
-    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens, "active_memory_bytes": memory}
+    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}

@@ -29,10 +29,10 @@ from mlxdist.runtime.group.group import Group
 from mlxdist.version import __version__
 
 from .decisions import MAX_PROMPT, SEGMENTS
+from .log import say
 from .placement import ModelPlacement
 from .prefix_cache import PrefixCache
 from .quantized_cache import loaded_caches
-from .scheduler import say
 
 __all__ = ["Snapshot"]
 

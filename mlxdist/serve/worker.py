@@ -28,7 +28,7 @@ from .grammar import GrammarProcessor, grammar_tokenizer
 from .memory import UNLIMITED, reserved
 from .prefix_cache import PrefixCache
 from .quantized_cache import are_quantized
-from .sampling import sampler_of
+from .sampling import MinTokens, sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
 
@@ -126,7 +126,6 @@ class Worker:
         self._places = -(-places // self._batches)
         self._sizes = {"completion_batch_size": self._places, "prefill_batch_size": -(-prompts // self._batches)}
         self._generator = self._new_generator(limits.prefill_step_size)
-        self._eos = StopSequences([(token,) for token in tokenizer.eos_token_ids])
         self._first_is_due = False  # a token that no request has had before comes in the next step
         self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
         self._max_total_tokens = limits.max_total_tokens or UNLIMITED
@@ -252,7 +251,11 @@ class Worker:
                 segments.append(prompt[start:end])
                 kinds.append(kind)
         processors = _make_logits_processors(request)
-        grammar = self._grammar_of(request)
+        ends = [*(() if request.ignore_eos else self._tokenizer.eos_token_ids), *request.stop_tokens]
+        asked = len(request.prompt) - request.generated
+        if request.min_tokens and ends:
+            processors.append(MinTokens(ends, asked + request.min_tokens))
+        grammar = self._grammar_of(request, asked)
         if grammar is not None:
             processors.append(grammar)  # the last one, which no other can undo
         if self._sharded is None:
@@ -267,7 +270,7 @@ class Worker:
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
-            stop_sequences=[self._eos],
+            stop_sequences=[StopSequences([(token,) for token in ends])],
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
@@ -275,12 +278,12 @@ class Worker:
         self._make_room()
         return cached
 
-    def _grammar_of(self, request: Admission) -> GrammarProcessor | None:
+    def _grammar_of(self, request: Admission, prompt: int) -> GrammarProcessor | None:
         if not request.grammar:
             return None
         assert self._grammar_tokenizer is not None  # rank 0 has admitted it
         text = request.grammar.decode(errors="replace")
-        return GrammarProcessor(text, self._grammar_tokenizer, len(request.prompt) - request.generated)
+        return GrammarProcessor(text, self._grammar_tokenizer, prompt)
 
     def _make_room(self) -> None:
         self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))

@@ -11,7 +11,7 @@ import urllib.request
 from mlx_lm import generate, load
 
 import mlxdist
-from mlxdist.serve import BatchLimits, ServeOptions, Server
+from mlxdist.serve import BatchLimits, HttpOptions, ServeOptions, Server
 
 folder = sys.argv[1]
 group = mlxdist.init()
@@ -23,7 +23,7 @@ def text_of(address: str, prompt: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-wrong = ServeOptions(folder, port=0, shard_vocabulary=True, limits=BatchLimits(num_draft_tokens=2))
+wrong = ServeOptions(folder, http=HttpOptions(port=0), shard_vocabulary=True, limits=BatchLimits(num_draft_tokens=2))
 for serve in (Server(wrong).run, Server(wrong).__enter__):
     try:
         serve()
@@ -34,7 +34,7 @@ for serve in (Server(wrong).run, Server(wrong).__enter__):
 
 expected = None
 for _ in range(2):  # a program may have one after the other
-    server = Server(ServeOptions(folder, port=0))
+    server = Server(ServeOptions(folder, http=HttpOptions(port=0)))
     assert server.address == ""
     with server:
         assert bool(server.address) == (group.rank() == 0)

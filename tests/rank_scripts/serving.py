@@ -19,7 +19,6 @@ from mlxdist.serve.decisions import FRAME, Admission, Decisions
 from mlxdist.serve.memory import tokens_that_fit
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
-from mlxdist.serve.stop_words import Sections
 from mlxdist.serve.worker import BatchLimits, Worker
 
 group = mlxdist.init()
@@ -40,15 +39,15 @@ def collectives(of, function):
     return after["collectives"] - before["collectives"], after["payload_bytes_sent"] - before["payload_bytes_sent"]
 
 
-scheduler = Scheduler(8, 8, heartbeat=0.01, tokenizer=tokenizer, metrics=Metrics())
+scheduler = Scheduler(8, 8, heartbeat=0.01, metrics=Metrics())
 sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
 
 
 def request_of(tokens, first=2):
     prompt = [first + i % 200 for i in range(tokens)]
     admission = Admission(-1, prompt, [("user", tokens)], max_tokens=60, seed=7, sampling=sampling, logits=logits)
-    answer = Answer(tokenizer.detokenizer, Sections(make_text_state_machine(tokenizer)), "normal", [])
-    return Request(admission, lambda: True, answer, timeout=60)
+    answer = Answer(tokenizer.detokenizer, make_text_state_machine(tokenizer), "normal", [])
+    return Request(admission, answer, timeout=60)
 
 
 requests = [request_of(tokens) for tokens in (4, 40, 400)]

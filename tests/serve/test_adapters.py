@@ -109,7 +109,7 @@ def test_a_request_names_its_adapter(model, texts, ranks):
 
         def ask(fields):
             answer = server.ask({"prompt": "which one", "max_tokens": 12} | fields)
-            assert answer["model"] == fields.get("model", "default_model")
+            assert answer["model"] == fields.get("adapters", fields.get("model", "tiny"))
             return answer["choices"][0]["text"].rstrip("\ufffd")
 
         bodies = [{"model": name} for name in ("tiny", *NAMES)]
@@ -123,7 +123,7 @@ def test_a_request_names_its_adapter(model, texts, ranks):
             ("unknown", {"adapters": "other"}, 404, "is served with the adapters all-layers, two-layers, no-effect"),
             ("a path", {"model": str(paths[0])}, 404, "the model served here is tiny"),
             ("a path", {"adapters": str(paths[0])}, 404, "is served with the adapters"),
-            ("a list", {"adapters": list(NAMES)}, 404, "is served with the adapters"),
+            ("a list", {"adapters": list(NAMES)}, 400, "adapters must be a string"),
             ("two", {"model": NAMES[0], "adapters": NAMES[1]}, 400, "name different adapters"),
         ):
             found, answer, _ = server.request({"prompt": "x", "max_tokens": 2} | body)

@@ -1,5 +1,6 @@
 """`mlxdist chat`: answers in a pipe and on a terminal are those of the server to the same messages."""
 
+import asyncio
 import contextlib
 import os
 import pty
@@ -11,6 +12,8 @@ import sys
 
 import pytest
 from serving import ENVIRONMENT, ServerProcess, save_model_folder
+
+from mlxdist.serve.chat import ChatOptions, Terminal
 
 SYSTEM = {"role": "system", "content": "be brief"}
 RANKS = [1, pytest.param(2, marks=pytest.mark.long)]
@@ -136,3 +139,15 @@ def test_the_end_of_a_chat(model, answers, ranks, end):
         assert shown.startswith(f"hello\n{answer}\n"), (shown, answer)
         screen.process.send_signal(end) if isinstance(end, int) else screen.type(end)
         assert screen.process.wait(30) == 0
+
+
+def test_ctrl_c_when_an_answer_has_just_ended():
+    """Its event loop is closed before the thread of the chat says that there is no answer."""
+    terminal = Terminal(None, ChatOptions("models/tiny"))
+
+    async def answer():
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        terminal._stop_answer = lambda: loop.call_soon_threadsafe(task.cancel)
+
+    asyncio.run(answer())
+    terminal.interrupt()

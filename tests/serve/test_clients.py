@@ -55,7 +55,7 @@ def test_the_openai_package(server):
         assert len(known) > 0 and tokens(streamed) == tokens(known)
         text = client.completions.create(model="tiny", prompt="hello", max_tokens=5, stop=["z"])
         assert text.choices[0].finish_reason in ("length", "stop")
-        with pytest.raises(openai.BadRequestError, match="temperature must be from 0 to 100"):
+        with pytest.raises(openai.BadRequestError, match="temperature must be a number from 0 to 100"):
             client.chat.completions.create(**asked | {"temperature": 1000})
         with pytest.raises(openai.NotFoundError, match="the model served here is tiny"):
             client.chat.completions.create(**asked | {"model": "gpt-4"})
@@ -83,6 +83,7 @@ def test_curl(server, tmp_path):
     assert "mlxdist_serve_requests_total" in curl(server.address + "/metrics")
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = ["<tool_call>", '{"name": "look", ', '"arguments": {"at": ', "1}}", "</tool_call>", "<|end|>"]
 
 
@@ -115,12 +116,11 @@ def save_model_that_calls_a_tool(folder):
 def test_a_call_of_a_tool(tmp_path, ranks, stream):
     import openai
 
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     messages = [{"role": "user", "content": "w5"}]
     with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller"), ranks) as server:
         client = openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
         answer = client.chat.completions.create(
-            model="caller", messages=messages, tools=[tool], max_tokens=20, stream=stream
+            model="caller", messages=messages, tools=[TOOL], max_tokens=20, stream=stream
         )
         choices = [part.choices[0] for part in answer] if stream else answer.choices
         client.close()
@@ -132,20 +132,34 @@ def test_a_call_of_a_tool(tmp_path, ranks, stream):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_word_in_a_call_of_a_tool(tmp_path, ranks):
-    """Such a call is left out: with what is before the word its arguments would be others."""
-    messages = [{"role": "user", "content": "w5"}]
+    """Such a call is text, as the model has written it: with what is before the word its arguments would be others."""
+    body = {"messages": [{"role": "user", "content": "w5"}], "tools": [TOOL], "max_tokens": 20}
+    whole = "".join(CALL[:-1])
     with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller"), ranks) as server:
         for word, calls in (("ok", 0), ("1}}</tool", 1), ("</tool_call>", 1), ("}</tool_call>", 0), ("tool", 1)):
-            body = {"messages": messages, "max_tokens": 20, "stop": word}
-            choice = server.ask(body, "/v1/chat/completions")["choices"][0]
-            reason = "tool_calls" if calls else "stop"
-            found = choice["message"].get("tool_calls", [])
-            assert (len(found), choice["finish_reason"], choice["message"]["content"]) == (calls, reason, None), word
-            events = [json.loads(event)["choices"][0] for event in server.stream(body, "/v1/chat/completions")[:-1]]
-            assert [
-                len(event["delta"].get("tool_calls", [])) for event in events if "tool_calls" in event["delta"]
-            ] == [1] * calls
-            assert events[-1]["finish_reason"] == reason, word
+            found = body | {"stop": word}
+            choice = server.ask(found, "/v1/chat/completions")["choices"][0]
+            message, reason = choice["message"], "tool_calls" if calls else "stop"
+            text = None if calls else whole[: whole.index(word)]
+            assert (len(message.get("tool_calls", [])), message["content"]) == (calls, text), word
+            assert (choice["finish_reason"], choice["stop_reason"]) == (
+                reason,
+                word if word in ("ok", "</tool_call>", "}</tool_call>") else None,
+            )
+            events = [json.loads(event)["choices"][0] for event in server.stream(found, "/v1/chat/completions")[:-1]]
+            streamed = [len(event["delta"]["tool_calls"]) for event in events if "tool_calls" in event["delta"]]
+            assert streamed == [1] * calls and events[-1]["finish_reason"] == reason, word
+            assert "".join(event["delta"].get("content") or "" for event in events) == (text or "")
+
+
+def test_calls_of_tools_where_there_are_none(tmp_path):
+    """Without tools, or with tool_choice none, what looks like a call is text."""
+    body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 20}
+    with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller")) as server:
+        for found in (body, body | {"tools": [TOOL], "tool_choice": "none"}):
+            choice = server.ask(found, "/v1/chat/completions")["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("".join(CALL[:-1]), "stop")
+            assert "tool_calls" not in choice["message"]
 
 
 @contextlib.contextmanager
@@ -194,9 +208,11 @@ def test_the_answers_of_mlx_lms_server(model, ranks):
         with urllib.request.urlopen(request, timeout=60) as response:
             found = json.load(response)
         (one,) = found["choices"]
-        for entry in one.get("logprobs", {}).get("content", []):
-            entry["logprob"] = pytest.approx(entry["logprob"], abs=1e-3)
-        return one, found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]
+        text = one["message"]["content"] if "message" in one else one["text"]
+        listed = (one.get("logprobs") or {}).get("content", [])
+        tokens = [(entry["id"], pytest.approx(entry["logprob"], abs=1e-3)) for entry in listed]
+        counts = found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]
+        return text or "", one["finish_reason"], tokens, *counts
 
     with mlx_lms_server(model) as address:
         expected = [choice(address, *each) for each in bodies]

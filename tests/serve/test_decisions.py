@@ -9,6 +9,7 @@ from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from serving import PLAIN
 
 from mlxdist import InvalidArgument
+from mlxdist.serve.api import generation
 from mlxdist.serve.decisions import (
     FRAME,
     MAX_ADAPTERS,
@@ -16,6 +17,7 @@ from mlxdist.serve.decisions import (
     MAX_BIASES,
     MAX_ENDS,
     MAX_GRAMMAR,
+    MAX_STOP_TOKENS,
     ROOM,
     Admission,
     Decisions,
@@ -37,7 +39,8 @@ def admissions(draw):
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
     generated = draw(st.integers(0, size - 1))
     more = draw(st.booleans()), draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
-    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), *more, generated)
+    ends = draw(UINT32), draw(st.booleans()), draw(st.lists(UINT32, max_size=MAX_STOP_TOKENS))
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), *more, generated, *ends)
 
 
 DECISIONS = st.builds(
@@ -48,6 +51,7 @@ DECISIONS = st.builds(
     admit=st.lists(admissions(), max_size=MAX_ADMISSIONS),
     stop=st.booleans(),
     next_size=st.integers(FRAME, 1 << 20),
+    reports=st.booleans(),
 )
 
 
@@ -80,11 +84,17 @@ def test_the_largest_message_fits_in_what_is_announced():
         prompt=[1, 2, 3, 4],
         logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
         grammar=b"x" * MAX_GRAMMAR,
+        stop_tokens=[1] * MAX_STOP_TOKENS,
     )
     decisions = Decisions(0, end=[(2**32 - 1, 2**32 - 1)] * MAX_ENDS, admit=[most] * MAX_ADMISSIONS)
     message = decisions.encode(FRAME + MAX_ADMISSIONS * most.brought)
     assert len(Decisions.decode(message).admit) == MAX_ADMISSIONS
     assert len(most.encode()) == most.size and MAX_ADMISSIONS * (most.size - most.brought) <= ROOM
+
+
+def test_the_api_has_the_limits_of_the_ranks():
+    """It has no numpy, and numbers of its own."""
+    assert (generation.MAX_BIASES, generation.MAX_STOP_TOKENS) == (MAX_BIASES, MAX_STOP_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,7 @@ def test_the_largest_message_fits_in_what_is_announced():
         {"logits": replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))},
         {"logits": replace(PLAIN.logits, logit_bias={1: float("inf")})},
         {"grammar": b"x" * (MAX_GRAMMAR + 1)},
+        {"stop_tokens": [1] * (MAX_STOP_TOKENS + 1)},
         {"sampling": replace(PLAIN.sampling, temperature=float("nan"))},
     ],
     ids=lambda wrong: str(wrong)[:40],

@@ -1,6 +1,7 @@
 """What a server of `mlxdist serve` does at its limits and at its end: keys, a full queue, time, a rank that dies."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -48,6 +49,37 @@ def test_a_key_and_a_full_queue(model):
         assert "a-long-key" not in "".join(server.lines) and server.stop() == 0
 
 
+LASTING = {"prompt": "x", "max_tokens": 1000, "logit_bias": ENDLESS["logit_bias"]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_lets_requests_end(model, ranks):
+    """New ones are refused meanwhile, and /health says why."""
+    with ServerProcess(model, ranks, "--drain", 600) as server, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(server.stream, LASTING)
+        assert wait_for(lambda: server.metrics()["running"] == 1, 30)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_for(lambda: server.request(None, "/health")[0] == 503, 30)
+        status, answer, headers = server.request({"prompt": "y", "max_tokens": 1})
+        assert (status, answer["error"]["message"]) == (503, "the server stops") and int(headers["Retry-After"]) >= 1
+        *_, last, done = running.result()
+        assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+        assert server.process.wait(60) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_signal_ends_requests(model, ranks):
+    with ServerProcess(model, ranks, "--drain", 600) as server, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(server.stream, LASTING)
+        assert wait_for(lambda: server.metrics()["running"] == 1, 30)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_for(lambda: server.request(None, "/health")[0] == 503, 30)
+        server.process.send_signal(signal.SIGTERM)
+        assert json.loads(running.result()[-1])["error"]["message"] == "the server stops"
+        assert server.process.wait(60) == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
@@ -55,7 +87,7 @@ def test_a_request_that_takes_too_long(model, ranks, stream):
     with ServerProcess(model, ranks, "--request-timeout", 0.5) as server:
         body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
         if stream:
-            assert '"code": 504' in server.stream(body)[-1]
+            assert '"code": "timeout"' in server.stream(body)[-1]
         else:
             status, answer, _ = server.request(body)
             assert (status, answer["error"]["message"]) == (504, "the request has taken too long")
@@ -99,7 +131,7 @@ def test_a_rank_that_is_killed_without_a_proxy(model, ranks, victim, busy):
             assert wait_for(is_unavailable, 30)
             assert f"rank {victim}" in reasons[-1] and "has died" in reasons[-1]
             for stream in streams:
-                assert f"rank {victim}" in stream.result()[-1] and '"code": 503' in stream.result()[-1]
+                assert f"rank {victim}" in stream.result()[-1] and "service_unavailable" in stream.result()[-1]
             for other in others:
                 assert other.result()[0] == 503 and f"rank {victim}" in other.result()[1]["error"]["message"]
         for each in streams + others:

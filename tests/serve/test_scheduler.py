@@ -17,18 +17,17 @@ from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, Decisions
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.refusal import Refusal
 from mlxdist.serve.scheduler import Request, Scheduler
-from mlxdist.serve.stop_words import Sections
 from mlxdist.serve.worker import Outcome
 from mlxdist.tools.bench.byte_model import byte_tokenizer
 
 
 def scheduler_of(places=8, max_queue=8, **options):
-    return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics(), **options)
+    return Scheduler(places, max_queue, heartbeat=0.01, metrics=Metrics(), **options)
 
 
-def request(tokens=3, timeout=60.0, is_connected=lambda: True, priority=0, stop=()):
+def request(tokens=3, timeout=60.0, priority=0, stop=()):
     admission = replace(PLAIN, prompt=[1] * tokens, segments=[("user", tokens)])
-    return Request(admission, is_connected, answer_of(*stop), timeout=timeout, priority=priority)
+    return Request(admission, answer_of(*stop), timeout=timeout, priority=priority)
 
 
 def steps(scheduler, number):
@@ -66,11 +65,10 @@ def test_a_long_prompt_is_announced_and_comes_in_the_next_message():
 
 
 def test_what_is_announced_may_have_left():
-    scheduler, is_there = scheduler_of(), threading.Event()
-    is_there.set()
-    scheduler.submit(request(5000, is_connected=is_there.is_set))
+    scheduler, leaving = scheduler_of(), request(5000)
+    scheduler.submit(leaving)
     announced = scheduler.decide(0, FRAME, 0)
-    is_there.clear()
+    leaving.cancel()
     scheduler.submit(request())
     then = scheduler.decide(1, announced.next_size, 0)
     assert admitted(then) == [0] and len(then.admit[0].prompt) == 3 and then.next_size == FRAME
@@ -213,25 +211,21 @@ def test_a_token_without_a_text_ends_its_request_alone():
         scheduler.submit(each)
     steps(scheduler, 1)
     detokenizer = SPMStreamingDetokenizer(byte_tokenizer("<|end|>"))
-    wrong.answer = Answer(detokenizer, Sections(TextStateMachine()), "normal", [])
+    wrong.answer = Answer(detokenizer, TextStateMachine(), "normal", [])
     generate(scheduler, (0, 300), (1, BYTES["b"]))
     refusal = wrong.events.get_nowait()
     assert refusal.status == 500 and "the tokens of the answer cannot be made into text" in str(refusal)
     assert answers(other) == [("b", None)] and steps(scheduler, 1)[0].end == [(0, 3 + 1)]
 
 
-@pytest.mark.parametrize("how", ["cancelled", "disconnected", "late"])
+@pytest.mark.parametrize("how", ["cancelled", "late"])
 def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_taken(how):
-    scheduler, is_there = scheduler_of(places=1), threading.Event()
-    is_there.set()
-    leaving = request(timeout=0.2 if how == "late" else 60, is_connected=is_there.is_set)
+    scheduler, leaving = scheduler_of(places=1), request(timeout=0.2 if how == "late" else 60)
     scheduler.submit(leaving)
     scheduler.submit(request())
     assert admitted(scheduler.decide(0, FRAME, 0)) == [0]
     if how == "cancelled":
         leaving.cancel()
-    elif how == "disconnected":
-        is_there.clear()
     else:
         late(0.21)
     decisions = scheduler.decide(1, FRAME, 0)
@@ -241,13 +235,13 @@ def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_ta
 
 
 def test_more_requests_leave_at_once_than_a_message_can_end():
-    scheduler, is_there = scheduler_of(places=MAX_ENDS + 5, max_queue=MAX_ENDS + 5), threading.Event()
-    is_there.set()
-    requests = [request(is_connected=is_there.is_set) for _ in range(MAX_ENDS + 5)]
+    scheduler = scheduler_of(places=MAX_ENDS + 5, max_queue=MAX_ENDS + 5)
+    requests = [request() for _ in range(MAX_ENDS + 5)]
     for each in requests:
         scheduler.submit(each)
     steps(scheduler, 1 + len(requests) // MAX_ADMISSIONS)
-    is_there.clear()
+    for each in requests:
+        each.cancel()
     assert [len(each.end) for each in steps(scheduler, 3)] == [MAX_ENDS, 5, 0]
     assert all(each.events.get_nowait().status == 499 and each.events.empty() for each in requests)
 
@@ -285,8 +279,65 @@ def test_the_end_is_told_to_all_requests(end):
     assert not any(scheduler.gauges().values())
 
 
+def test_requests_may_end_after_the_signal_to_stop(monkeypatch):
+    """They have the time to drain, or until the second signal. New ones are refused."""
+    for second in (False, True):
+        scheduler, running, waiting, now = scheduler_of(places=1), request(), request(), time.monotonic()
+        for each in (running, waiting):
+            scheduler.submit(each)
+        steps(scheduler, 1)
+        scheduler.stop(drain=20)
+        assert scheduler.unavailable == "the server stops"
+        with pytest.raises(Refusal, match="the server stops"):
+            scheduler.submit(request())
+        assert not steps(scheduler, 1)[0].stop
+        made = [SimpleNamespace(uid=0, token=70, finish_reason="stop")]
+        scheduler.deliver(Outcome(tokens=made))
+        assert admitted(steps(scheduler, 1)[0]) == [1]
+        if second:
+            scheduler.stop(drain=20)
+        else:
+            monkeypatch.setattr(time, "monotonic", lambda: now + 21)
+        assert steps(scheduler, 1)[0].stop
+        assert waiting.events.get_nowait().status == 503 and running.events.get_nowait().finish_reason == "stop"
+        monkeypatch.undo()
+
+
+def test_a_server_that_drains_stops_with_its_last_request():
+    scheduler = scheduler_of()
+    scheduler.submit(request())
+    steps(scheduler, 1)
+    scheduler.stop(drain=1e9)
+    scheduler.deliver(Outcome(tokens=[SimpleNamespace(uid=0, token=70, finish_reason="stop")]))
+    decisions = steps(scheduler, 1)[0]
+    assert decisions.stop and decisions.end == [(0, 3 + 1)]
+
+
+def test_the_ranks_report_their_memory_now_and_then(monkeypatch):
+    scheduler, now = scheduler_of(), time.monotonic()
+    found = []
+    for seconds in (0, 9, 11, 12, 20, 22):
+        monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
+        found.append(steps(scheduler, 1)[0].reports)
+    assert found == [False, False, True, False, False, True]
+
+
+def test_a_request_is_woken_once_a_step():
+    woken = []
+    scheduler = scheduler_of()
+    for number in range(2):
+        each = request()
+        each.wake = lambda number=number: woken.append(number)
+        scheduler.submit(each)
+    steps(scheduler, 1)
+    generate(scheduler, (0, BYTES["a"]), (0, BYTES["b"]), (1, BYTES["c"]))
+    assert woken == [0, 1]
+    scheduler.fail("rank 1 has died")
+    assert woken == [0, 1, 0, 1]
+
+
 def test_an_idle_server_waits_for_a_request_or_a_heartbeat():
-    scheduler = Scheduler(1, 1, heartbeat=30, tokenizer=None, metrics=Metrics())
+    scheduler = Scheduler(1, 1, heartbeat=30, metrics=Metrics())
     timer = threading.Timer(0.1, scheduler.submit, [request()])
     seconds, decisions = seconds_of(lambda: timer.start() or scheduler.decide(0, FRAME, 0))
     assert admitted(decisions) == [0] and 0.1 <= seconds < 20

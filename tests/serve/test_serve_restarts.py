@@ -82,6 +82,24 @@ def test_one_process_is_not_restarted():
     assert done.exit_code == 2 and "--max-restarts is for ranks that this command starts" in done.output
 
 
+@pytest.mark.parametrize("words", [[], ["-n", "2"], ["--print-service=systemd"]])
+@pytest.mark.parametrize("seconds", ["3601", "inf"])
+def test_drain_has_the_range_that_it_has_for_the_launcher(words, seconds):
+    done = CliRunner().invoke(serve, ["models/qwen", *words, "--drain", seconds])
+    assert done.exit_code == 2 and f"'--drain': {float(seconds)} is not in the range" in done.output
+    assert "Usage: serve" in done.output
+
+
+@pytest.mark.parametrize("access_log", [True, False])
+def test_ranks_get_the_options_as_they_were_typed(model, access_log):
+    """Rank 0 has the application of HTTP where there are no restarts."""
+    options = [] if access_log else ["--no-access-log"]
+    with ServerProcess(model, 2, "--max-restarts", 0, *options) as server:
+        assert server.text("x", 2)
+        assert server.stop() == 0
+    assert any("/v1/completions" in line for line in server.lines) == access_log
+
+
 def health(server):
     status, answer, headers = server.request(None, "/health", timeout=10)
     return status, answer.get("reason", ""), headers.get("Retry-After")
@@ -113,7 +131,8 @@ def test_a_rank_that_is_killed_under_load(model, expected, ranks, victim, hosts)
         for stream in streams:
             *parts, last = stream.result(60)
             assert len(parts) > 1 and all("text" in json.loads(part)["choices"][0] for part in parts)
-            assert json.loads(last)["error"] == {"message": reason, "type": "server_error", "code": 503}
+            error = {"message": reason, "type": "server_error", "param": None, "code": "service_unavailable"}
+            assert json.loads(last)["error"] == error
         for (_, choices), other in zip(expected, others):
             status, answer, _ = other.result(150)
             assert (status, answer["choices"]) == (200, choices)
@@ -183,3 +202,26 @@ def test_twenty_rounds(model, expected, capsys):
     with capsys.disabled():
         print(f"\nfirst start {load:.2f} s; ready again after {', '.join(f'{seconds:.2f}' for seconds in took)} s")
     assert len(took) == 20 and set(outcomes) <= {"same", 503} and outcomes.count("same") > 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_lets_requests_end(model, ranks):
+    """A second one ends them. New ones are refused at once."""
+    body = {"prompt": "x", "logit_bias": ENDLESS}
+    for again in (False, True):
+        with ServerProcess(model, ranks) as server, ThreadPoolExecutor(1) as threads:
+            stream = threads.submit(server.stream, body | {"max_tokens": 8000 if again else 1000})
+            assert wait_for(lambda: server.metrics()["generated_tokens_total"] > 0, 30)
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_for(lambda: health(server)[1] == "the server stops")
+            status, answer, headers = server.request(body)
+            assert (status, answer["error"]["message"]) == (503, "the server stops")
+            assert 1 <= int(headers["Retry-After"]) <= 30
+            if again:
+                server.process.send_signal(signal.SIGTERM)
+            *parts, last = stream.result(60)
+            if again:
+                assert json.loads(last)["error"]["message"] == "the server stops"
+            else:
+                assert last == "[DONE]" and json.loads(parts[-1])["choices"][0]["finish_reason"] == "length"
+            assert server.process.wait(30) == 0, "".join(server.lines)

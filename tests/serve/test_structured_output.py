@@ -8,15 +8,24 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from mlx_lm import load, stream_generate
 from mlx_lm.server import _make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from serving import PLAIN, TEMPLATE, VOCABULARY, ServerProcess, save_model_folder
 from transformers import PreTrainedTokenizerFast
 
-from mlxdist.serve.grammar import GrammarProcessor, after_thinking, grammar_of, grammar_tokenizer
+from mlxdist.serve.grammar import (
+    GrammarProcessor,
+    after_thinking,
+    calls_grammar,
+    grammar_of,
+    grammar_tokenizer,
+    or_calls,
+)
+from mlxdist.serve.protocol import Grammar
 from mlxdist.serve.refusal import Refusal
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -73,6 +82,17 @@ def fits(schema, value, definitions=None):
     return isinstance(value, bool) or schema["minimum"] <= value <= schema["maximum"]
 
 
+def regex(expression):
+    return grammar_of(Grammar(kind="regex", value=expression))
+
+
+def wanted(body):
+    """The grammar that a body asks for."""
+    if "response_format" in body:
+        return Grammar(kind="json", value=body["response_format"]["json_schema"]["schema"])
+    return Grammar(kind="regex", value=body["structured_outputs"]["regex"])
+
+
 def schema_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
@@ -107,7 +127,7 @@ def expected(folder):
 
     def text(body):
         prompt = tokenizer.encode(body["prompt"])
-        grammar = GrammarProcessor(grammar_of(body), grammar_tokenizer(tokenizer), len(prompt))
+        grammar = GrammarProcessor(grammar_of(wanted(body)), grammar_tokenizer(tokenizer), len(prompt))
         mx.random.seed(body["seed"])
         request = replace(PLAIN, sampling=replace(PLAIN.sampling, temperature=body["temperature"]))
         made = stream_generate(
@@ -144,12 +164,12 @@ def test_what_a_random_model_samples_is_of_its_schema_or_expression(server, expe
 
 def test_logprobs_of_tokens_that_a_grammar_does_not_allow_are_left_out(server):
     """JSON has no minus infinity."""
-    body = {"prompt": "a digit: ", "structured_outputs": {"regex": "[0-9]"}, "logprobs": True, "top_logprobs": 11}
+    body = {"prompt": "a digit: ", "structured_outputs": {"regex": "[0-9]"}, "logprobs": 11}
     request = urllib.request.Request(server.address + TEXT, json.dumps(body | {"max_tokens": 3}).encode())
     with urllib.request.urlopen(request, timeout=60) as response:
         answer = json.loads(response.read(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    entry = answer["choices"][0]["logprobs"]["content"][0]
-    assert len(entry["top_logprobs"]) == 10 and all(each["token"].isdigit() for each in entry["top_logprobs"])
+    tops = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert len(tops) == 10 and all(token.isdigit() for token in tops)
 
 
 def test_the_openai_package_asks_for_objects(server):
@@ -204,21 +224,21 @@ BAD = {
     "large": ({"response_format": schema_format({"const": "x" * (1 << 16)})}, "and at most 65536 are served"),
     "endless": ({"response_format": schema_format({"allOf": PATTERNS})}, COMPILES + "it takes too"),
     "infinity": ({"response_format": schema_format({"const": float("inf")})}, "Infinity is not a number of JSON"),
-    "surrogate": ({"response_format": schema_format({"const": "\ud800"})}, "the grammar has half a surrogate pair"),
-    "regex: none": ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs must be"),
-    "regex: number": ({"structured_outputs": {"regex": 5}}, "structured_outputs must be"),
+    "surrogate": ({"response_format": schema_format({"const": "\ud800"})}, "const has half of a surrogate pair"),
+    "regex: none": ({"structured_outputs": {"choice": []}}, "structured_outputs is wrong: choice"),
+    "regex: number": ({"structured_outputs": {"regex": 5}}, "structured_outputs is wrong: regex must be"),
     "regex: open": ({"structured_outputs": {"regex": "("}}, "error: unclosed group"),
     "regex: look-ahead": ({"structured_outputs": {"regex": "(?=a)b"}}, "look-ahead and look-behind, is not supported"),
     "regex: nothing": ({"structured_outputs": {"regex": r"a[^\s\S]b"}}, COMPILES + "NoExtension"),
     "regex: deep": ({"structured_outputs": {"regex": "(" * 9999 + "a" + ")" * 9999}}, COMPILES),
-    "regex: surrogate": ({"structured_outputs": {"regex": "\udfff"}}, "the grammar has half a surrogate pair"),
+    "regex: surrogate": ({"structured_outputs": {"regex": "\udfff"}}, "regex has half of a surrogate pair"),
     "both": (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "response_format and structured_outputs exclude each other",
     ),
     "tools": (
         {"response_format": {"type": "json_object"}, "tools": [{"type": "function"}]},
-        "a request with tools cannot have response_format",
+        "the request has no field 'tools'",
     ),
 }  # fmt: skip
 
@@ -236,11 +256,142 @@ def test_grammars_that_are_refused_change_nothing(server):
     assert server.metrics()["prompt_tokens_total"] == before["prompt_tokens_total"]
 
 
+def accepts(grammar, text, tokenizer):
+    """Whether an answer with this text ends in a state that the grammar allows."""
+    matcher = LLMatcher(grammar_tokenizer(tokenizer), grammar, log_level=0)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    read = matcher.try_consume_tokens(tokens)
+    assert not matcher.is_error(), matcher.get_error()
+    return read == len(tokens) and matcher.is_accepting()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), min_size=1, max_size=4))
+@example(["a", "ab", "", "-#&~ .*\\/<>\n", '"quoted"', "(", "[^a]"])
+def test_an_answer_is_one_of_the_choices(tokenizer, choices):
+    grammar = grammar_of(Grammar(kind="choice", value=choices))
+    assert all(accepts(grammar, choice, tokenizer) for choice in choices)
+    assert not any(accepts(grammar, choice + "!", tokenizer) for choice in choices if choice + "!" not in choices)
+
+
+def test_a_grammar_in_lark(tokenizer):
+    sums = grammar_of(Grammar(kind="lark", value='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'))
+    assert accepts(sums, "12+3+4", tokenizer) and not accepts(sums, "12+", tokenizer)
+
+
+HOST = {"$ref": "http://127.0.0.1:9/schema.json"}
+REFUSED = {
+    "json: list": (Grammar(kind="json", value=[]), "the JSON schema of the answer must be an object"),
+    "json: text": (Grammar(kind="json", value="{}"), "the JSON schema of the answer must be an object"),
+    "json: network": (Grammar(kind="json", value=HOST), "Default retriever does not fetch"),
+    "json: not": (Grammar(kind="json", value={"not": {}}), "cannot be compiled: Unimplemented keys"),
+    "json: large": (Grammar(kind="json", value={"const": "x" * (1 << 16)}), "at most 65536 are served"),
+    "json: surrogate": (Grammar(kind="json", value={"const": "\ud800"}), "the grammar has half a surrogate pair"),
+    "regex: number": (Grammar(kind="regex", value=5), "the regex of the answer must be a string"),
+    "regex: open": (Grammar(kind="regex", value="("), "unclosed group"),
+    "regex: deep": (Grammar(kind="regex", value="(" * 9999 + "a" + ")" * 9999), "cannot be compiled"),
+    "choice: none": (Grammar(kind="choice", value=[]), "must be a list of strings, and not empty"),
+    "choice: number": (Grammar(kind="choice", value=["a", 5]), "must be a list of strings, and not empty"),
+    "choice: text": (Grammar(kind="choice", value="ab"), "must be a list of strings, and not empty"),
+    "lark: number": (Grammar(kind="lark", value=5), "the lark of the answer must be a string"),
+    "lark: open": (Grammar(kind="lark", value="start: ("), "cannot be compiled"),
+    "lark: no start": (Grammar(kind="lark", value='begin: "a"'), "cannot be compiled"),
+    "lark: network": (Grammar(kind="lark", value=f"start: %json {json.dumps(HOST)}"), "does not fetch"),
+}
+
+
+@pytest.mark.parametrize(("grammar", "words"), REFUSED.values(), ids=REFUSED)
+def test_grammars_that_are_refused(grammar, words):
+    with pytest.raises(Refusal) as caught:
+        grammar_of(grammar)
+    assert words in str(caught.value) and caught.value.status == 400
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_takes_too_long_to_compile_is_refused():
+    """Its process ends after a second of CPU time."""
+    with pytest.raises(Refusal, match="the grammar cannot be compiled: it takes too"):
+        grammar_of(Grammar(kind="json", value={"allOf": PATTERNS}))
+
+
+OTHER_DIGIT = {"$defs": {"digit": {"const": "x"}}, **record(a={"$ref": "#/$defs/digit"})}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": SCHEMAS["reference"]}},
+    {"type": "function", "function": {"name": 'say "hi"', "parameters": OTHER_DIGIT}},
+    {"type": "function", "function": {"name": "stop"}},
+]  # fmt: skip
+LOOKS = '{"name": "look", "parameters": {"a":1}}'
+SAYS = '{"name": "say \\"hi\\"", "parameters": {"a":"x"}}'
+STOPS = '{"name": "stop", "parameters": {}}'
+
+
+def test_the_calls_that_tool_choice_requires(tokenizer):
+    """Each with the schema of its function, whose references begin at its own root."""
+    grammar = calls_grammar(TOOLS, "list", "", parallel=True)
+    for text in (f"[{LOOKS}]", f"[{SAYS}]", f"[{STOPS}]", f"[{LOOKS}, {STOPS}, {SAYS}]"):
+        json.loads(text)
+        assert accepts(grammar, text, tokenizer), text
+    for text in ("[]", LOOKS, f"[{LOOKS}", f"[{LOOKS.replace('1', '12')}]", f"[{LOOKS.replace('look', 'see')}]"):
+        assert not accepts(grammar, text, tokenizer), text
+    one = calls_grammar(TOOLS, "list", "", parallel=False)
+    assert accepts(one, f"[{LOOKS}]", tokenizer) and not accepts(one, f"[{LOOKS}, {STOPS}]", tokenizer)
+
+
+def test_the_arguments_of_the_function_that_tool_choice_names(tokenizer):
+    grammars = {name: calls_grammar(TOOLS, "arguments", name, parallel=True) for name in ("look", 'say "hi"', "stop")}
+    texts = {"look": '{"a":1}', 'say "hi"': '{"a":"x"}', "stop": "{}"}
+    for name, grammar in grammars.items():
+        assert [other for other, text in texts.items() if accepts(grammar, text, tokenizer)] == [name]
+
+
+def test_schemas_of_parameters_that_are_refused():
+    tool = lambda parameters: [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    for how in ("list", "arguments"):
+        for parameters, words in ((5, "the parameters of the function 'look' must be"), ({"not": {}}, "Unimplemented")):
+            with pytest.raises(Refusal, match=words):
+                calls_grammar(tool(parameters), how, "look", parallel=True)
+
+
+@pytest.fixture(scope="module")
+def caller(folder):
+    """A tokenizer of a model that calls tools between two tokens, and thinks between two others."""
+    inner = PreTrainedTokenizerFast.from_pretrained(folder)
+    inner.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return TokenizerWrapper(inner, tool_call_start="<tool_call>", tool_call_end="</tool_call>", tool_parser=json.loads)
+
+
+def test_tools_with_a_format_of_the_answer(caller):
+    """Calls, in whatever format the model writes them, or text of the format; both after its thoughts."""
+    call, both = "<tool_call>any text {</tool_call>", "<tool_call>a</tool_call>\n<tool_call>b</tool_call>"
+    grammar = after_thinking(or_calls(regex("x+y"), caller, parallel=True), caller, "normal")
+    for text in ("xxy", call, both, "<think>hm</think>xy", f"<think>hm</think>{call}"):
+        assert accepts(grammar, text, caller), text
+    for text in ("z", call + "xy", "xy" + call, "<tool_call>open", "<think>xy"):
+        assert not accepts(grammar, text, caller), text
+    one = or_calls(regex("x+y"), caller, parallel=False)
+    assert accepts(one, call, caller) and not accepts(one, both, caller)
+
+
+def test_calls_up_to_the_end_of_the_answer_with_a_format(folder):
+    """As Mistral's models write them."""
+    inner = PreTrainedTokenizerFast.from_pretrained(folder)
+    inner.add_tokens(["[TOOL_CALLS]"])
+    calls = TokenizerWrapper(inner, tool_call_start="[TOOL_CALLS]", tool_call_end="", tool_parser=json.loads)
+    grammar = or_calls(regex("x+y"), calls, parallel=True)
+    assert [accepts(grammar, text, calls) for text in ("xy", "[TOOL_CALLS]look[ARGS]{}", "look")] == [True, True, False]
+
+
+def test_calls_that_begin_with_ordinary_text_are_refused_with_a_format(tokenizer):
+    calls = TokenizerWrapper(tokenizer._tokenizer, tool_call_start="<function", tool_call_end="</function>")
+    with pytest.raises(Refusal, match="response_format with tools is not served with this model"):
+        or_calls(regex("x+y"), calls, parallel=True)
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_mask_is_that_of_the_context_whatever_was_asked_before(tokenizer, data):
     """Contexts that grow, shrink, change, and have tokens that the grammar refuses, as drafts do."""
-    grammar = grammar_of({"structured_outputs": {"regex": r"(ab|ac)*d"}})
+    grammar = regex(r"(ab|ac)*d")
     mask = lambda processor, context: processor(mx.array([1, 2, *context]), mx.zeros((1, VOCABULARY))).tolist()
     new = lambda: GrammarProcessor(grammar, grammar_tokenizer(tokenizer), 2)
     processor, context = new(), []
@@ -252,7 +403,7 @@ def test_a_mask_is_that_of_the_context_whatever_was_asked_before(tokenizer, data
 
 
 def test_a_matcher_that_has_failed_serves_other_contexts(tokenizer):
-    grammar = grammar_of({"response_format": schema_format(FAILS)})
+    grammar = grammar_of(Grammar(kind="json", value=FAILS))
     allowed = lambda text: [
         token
         for token, value in enumerate(
@@ -269,7 +420,7 @@ def test_a_matcher_that_has_failed_serves_other_contexts(tokenizer):
 
 
 def test_logits_beyond_the_tokenizer_are_never_allowed(tokenizer):
-    processor = GrammarProcessor(grammar_of({"structured_outputs": {"regex": "a*"}}), grammar_tokenizer(tokenizer), 1)
+    processor = GrammarProcessor(regex("a*"), grammar_tokenizer(tokenizer), 1)
     for dtype in (mx.float32, mx.bfloat16):
         masked = processor(mx.array([5]), mx.ones((1, VOCABULARY + 70), dtype=dtype))
         assert masked.dtype == dtype
@@ -282,7 +433,7 @@ def test_the_answer_of_a_model_that_thinks_comes_after_its_thoughts(folder, stat
     inner = PreTrainedTokenizerFast.from_pretrained(folder)
     inner.add_tokens(["<think>", "</think>"])
     thinks = TokenizerWrapper(inner)
-    grammar = after_thinking(grammar_of({"structured_outputs": {"regex": "x+y"}}), thinks, state)
+    grammar = after_thinking(regex("x+y"), thinks, state)
     processor = GrammarProcessor(grammar, grammar_tokenizer(thinks), 0)
 
     def allowed(text):
@@ -324,4 +475,4 @@ def test_chats_with_a_model_that_thinks(tmp_path, begun):
 
 def test_models_whose_answers_have_parts_are_refused(tokenizer):
     with pytest.raises(Refusal, match="not served for chats with this model"):
-        after_thinking(grammar_of({"structured_outputs": {"regex": "x"}}), tokenizer, "header")
+        after_thinking(regex("x"), tokenizer, "header")

@@ -23,6 +23,7 @@ from mlxdist.serve.prefix_cache import PrefixCache
 from mlxdist.serve.scheduler import Request
 from mlxdist.serve.worker import BatchLimits, Worker
 
+END = 256  # the token that ends an answer
 SAMPLED = replace(PLAIN.sampling, temperature=0.8, top_p=0.95)
 
 
@@ -100,7 +101,7 @@ def test_a_request_that_is_preempted_goes_on_with_the_tokens_it_would_have_had(l
     whole = admission(0, prompt, sampling=replace(SAMPLED, xtc_probability=0.3), seed=5, logits=penalties)
     expected = alone(loaded, whole)
     worker = Worker(*loaded, BatchLimits(prefill_step_size=16))
-    request = Request(whole, lambda: True, answer_of(), timeout=60)
+    request = Request(whole, answer_of(), timeout=60)
     other = admission(1, [9, 8, 7])
     admit, end, tokens, step = [whole], [], {0: request.generated, 1: []}, 0
     while len(tokens[1]) < 20 or len(request.generated) < 20:
@@ -115,6 +116,50 @@ def test_a_request_that_is_preempted_goes_on_with_the_tokens_it_would_have_had(l
             tokens[response.uid].append(response.token)
         admit, end, step = [], [], step + 1
     assert request.generated == expected and tokens[1] == alone(loaded, other)
+
+
+def test_what_ends_an_answer(loaded):
+    """Tokens of the request's own; the tokenizer's or not; and none before a number of tokens."""
+    free = admission(0, list(range(40)), sampling=SAMPLED, seed=11, logits=replace(PLAIN.logits, logit_bias={END: 3.0}))
+    free = replace(free, max_tokens=60)
+    mx.random.seed(free.seed)
+    parts = {"sampler": _make_sampler(free, loaded[1]), "logits_processors": _make_logits_processors(free)}
+    tokens = [token for token, _ in generate_step(mx.array(free.prompt), loaded[0], max_tokens=60, **parts)]
+    assert END in tokens[:-1]
+    first = tokens.index(END)
+    other = next(token for token in tokens[: first // 2 + 1] if token != END)
+    number = tokens.index(other)
+
+    def answer(**fields):
+        return run(Worker(*loaded, BatchLimits()), [replace(free, **fields)])[0]
+
+    assert answer() == tokens[: first + 1]
+    whole = answer(ignore_eos=True)
+    assert whole == tokens
+    assert answer(stop_tokens=[other, 3]) == tokens[: number + 1]
+    later = answer(min_tokens=first + 3, stop_tokens=[other])
+    assert later[:number] == tokens[:number] and not {END, other} & set(later[: first + 3])
+    assert len(later) == 60 or later[-1] in (END, other)
+    assert answer(ignore_eos=True, min_tokens=4)[:4] == tokens[:4]
+
+
+@pytest.mark.parametrize("after", [2, 9])
+def test_min_tokens_of_a_request_that_is_preempted(loaded, after):
+    """They count the tokens that it has had before."""
+    whole = admission(0, list(range(30)), sampling=SAMPLED, seed=4, logits=replace(PLAIN.logits, logit_bias={END: 4.0}))
+    whole = replace(whole, max_tokens=30, min_tokens=12)
+    expected = run(Worker(*loaded, BatchLimits()), [whole])[0]
+    assert 12 < len(expected) < 30 and END not in expected[:12]
+    worker, request, step = Worker(*loaded, BatchLimits()), Request(whole, answer_of(), timeout=60), 0
+    admit, end = [whole], []
+    while len(request.generated) < len(expected):
+        if len(request.generated) == after and request.admission is whole:
+            request.preempt()
+            end, admit = [(0, ALL)], [replace(request.admission, number=1)]
+        outcome = worker.step(Decisions(step, worker.digest, end, admit))
+        request.generated += [response.token for response in outcome.tokens]
+        admit, end, step = [], [], step + 1
+    assert request.generated == expected
 
 
 @pytest.mark.parametrize("when", ["as it runs", "as it ends"])

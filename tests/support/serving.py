@@ -17,6 +17,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,7 +34,6 @@ from mlx_lm.utils import load_model, save_config, save_model
 
 from mlxdist.serve.answer import Answer
 from mlxdist.serve.decisions import Admission
-from mlxdist.serve.stop_words import Sections
 from mlxdist.tools.bench.byte_model import byte_tokenizer, save_byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
@@ -98,13 +98,14 @@ def save_adapters(folder: Path, model: Path, seed: int, layers: int = -1, **sett
 def answer_of(*stop: str) -> Answer:
     """An answer with stop words, and with the tokenizer of :func:`save_model_folder`."""
     tokenizer = TokenizerWrapper(byte_tokenizer("<|end|>"), BPEStreamingDetokenizer)
-    return Answer(tokenizer.detokenizer, Sections(make_text_state_machine(tokenizer)), "normal", stop)
+    return Answer(tokenizer.detokenizer, make_text_state_machine(tokenizer), "normal", stop)
 
 
 def post(body: object, path: str = "/v1/completions") -> bytes:
     """A request as its bytes."""
     data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
 
 
 def random_request(generator: random.Random) -> dict:
@@ -209,16 +210,16 @@ class ServerProcess:
 
     def request(
         self, body: object, path: str = "/v1/completions", timeout: float = 60, **headers: str
-    ) -> tuple[int, dict, dict[str, str]]:
+    ) -> tuple[int, dict, Message]:
         """Status, answer and headers. A body of bytes is sent as it is."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"} | headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
-                return response.status, json.load(response), dict(response.headers)
+                return response.status, json.load(response), response.headers
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, json.loads(error.read()), dict(error.headers)
+                return error.code, json.loads(error.read()), error.headers
 
     def stream(self, body: dict, path: str = "/v1/completions") -> list[str]:
         """The events of a streamed answer, without those that only keep the connection."""

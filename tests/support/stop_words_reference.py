@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mlx_lm.generate import TextStateMachine
 
-__all__ = ["length_of", "reference", "shown_of"]
+__all__ = ["contents_of", "length_of", "reference", "shown_of"]
 
 
 def pieces(text: str, machine: TextStateMachine, initial: str) -> list[tuple[str | None, str]]:
@@ -23,18 +23,35 @@ def pieces(text: str, machine: TextStateMachine, initial: str) -> list[tuple[str
 def reference(
     text: str, words: Sequence[str], machine: TextStateMachine, initial: str = "normal"
 ) -> tuple[list[tuple[str, str]], int | None]:
-    """Sections of the text before the first occurrence of a word that begins and ends between pieces; where that is.
-
-    A call of a tool that the word cuts off is none.
-    """
+    """Sections of the text before the first occurrence of a word that begins and ends between pieces; where that is."""
     whole = pieces(text, machine, initial)
     borders = [0, *itertools.accumulate(len(piece) for _, piece in whole)]
     cuts = [at for at in borders for word in words if text.startswith(word, at) and at + len(word) in borders]
     cut = min(cuts, default=len(text))
     before = [piece for piece, at in zip(whole, borders) if at < cut]
-    if cuts and whole[len(before)][0] == "tool":
-        before = list(itertools.dropwhile(lambda piece: piece[0] == "tool", reversed(before)))[::-1]
     return shown_of(before), cut if cuts else None
+
+
+def contents_of(
+    text: str, words: Sequence[str], machine: TextStateMachine, initial: str
+) -> tuple[str, str, int | None]:
+    """Content and reasoning of a chat without tools, whose calls are content with their markers; where the word is."""
+    whole = pieces(text, machine, initial)
+    borders = [0, *itertools.accumulate(len(piece) for _, piece in whole)]
+    cuts = [at for at in borders for word in words if text.startswith(word, at) and at + len(word) in borders]
+    cut = min(cuts, default=len(text))
+    content = reasoning = ""
+    state = machine.make_state(initial)
+    for (section, piece), at in zip(whole, borders):
+        before = state[0]
+        state, _ = TextStateMachine.split(state, piece)
+        if at >= cut:
+            break
+        if section == "reasoning":
+            reasoning += piece
+        elif section is not None or "tool" in (before, state[0]):
+            content += piece
+    return content, reasoning, cut if cuts else None
 
 
 def shown_of(whole: Sequence[tuple[str | None, str]]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from mlxdist.nn.pipeline_parallel.stage_plan import StagePlan
 from mlxdist.runtime.diagnostics.flight_records import read_flight_record
 from mlxdist.runtime.rendezvous import protocol as rendezvous
 from mlxdist.runtime.rendezvous.heartbeat import unpack_peer_status
-from mlxdist.serve.limits import parse_body
+from mlxdist.serve import api
 from mlxdist.serve.refusal import Refusal
 from mlxdist.tools.bench import results
 from mlxdist.train.checkpoint.files import Unusable
@@ -40,7 +40,7 @@ READERS = {
     "ssh": (ssh.unpack_json, ssh.FrameError),
     "rendezvous": (rendezvous.unpack_json, rendezvous.ProtocolError),
     "peer status": (unpack_peer_status, rendezvous.ProtocolError),
-    "serve": (parse_body, Refusal),
+    "serve": (lambda text: api.parse(text, api.CompletionRequest), Refusal),
 }
 FILES = {
     "flight record": (read_flight_record, InvalidArgument),

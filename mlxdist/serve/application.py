@@ -1,0 +1,314 @@
+"""The application of HTTP: OpenAI's API, /health and /metrics, by calls to rank 0.
+
+It imports neither MLX nor mlx-lm: it runs in the launcher, or beside rank 0 in a thread.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlxdist.version import __version__
+
+from .api import (
+    ApiAnswer,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    model_object,
+    models_list,
+    parse,
+)
+from .http_checks import AfterCors, BeforeCors, record_of, refused
+from .http_options import HttpOptions
+from .listener import MAX_BODY, MAX_REQUESTS
+from .metrics import CONTENT_TYPE, HttpMetrics
+from .protocol import Admitted, Event, Finished, Generate, Progress
+from .rank_zero import RankZero
+from .refusal import Refusal
+
+__all__ = ["application"]
+
+_BODY_SECONDS = 60.0  # that a client may take to send all of a body
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events
+]
+_DONE = "data: [DONE]\n\n"
+
+_Generation = ChatRequest | CompletionRequest
+_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest)
+_Result = TypeVar("_Result")
+
+
+def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) -> Starlette:
+    """The application, which calls rank 0. ``is_loopback``: whether the server listens there."""
+    api = _Api(rank_zero, options)
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/version", api.version),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+    ]
+    api.http_metrics = HttpMetrics([route.path for route in routes])
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=options.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # those that the page asks for are named: OpenAI's client sends more than Authorization
+        allow_private_network=True,
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+    first = Middleware(BeforeCors, options=options, metrics=api.http_metrics, is_loopback=is_loopback)
+    return Starlette(
+        routes=routes,
+        middleware=[first, cors, Middleware(AfterCors, options=options)],
+        exception_handlers={HTTPException: _not_routed},
+    )
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    """404 and 405 in OpenAI's format. OPTIONS, which no route has, gets the methods of its path."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
+    is_known = error.status_code == 405
+    text = f"{request.method} is not for this path" if is_known else "there is nothing of this name"
+    response = refused(Refusal(text, error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+class _Api:
+    """The endpoints of the application."""
+
+    def __init__(self, rank_zero: RankZero, options: HttpOptions) -> None:
+        self._rank_zero, self._options = rank_zero, options
+        self._created = int(time.time())
+        self.http_metrics = HttpMetrics(())
+        self._running = 0  # requests in progress
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._generation(request, ChatRequest)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._generation(request, CompletionRequest)
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        return partial(self._ask, await self._parsed(request, TokenizeRequest))
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        return partial(self._ask, await self._parsed(request, DetokenizeRequest))
+
+    async def models(self, request: Request) -> Response:
+        status = await self._rank_zero.status()
+        return JSONResponse(models_list(status["models"], status["adapters"], self._created))
+
+    async def model(self, request: Request) -> Response:
+        status, name = await self._rank_zero.status(), request.path_params["name"]
+        return JSONResponse(model_object(name, status["models"], status["adapters"], self._created))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def health(self, request: Request) -> Response:
+        try:
+            await self._rank_zero.check()
+        except Refusal as refusal:
+            return refused(refusal, {"status": "unavailable", "reason": str(refusal)})
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        status = await self._rank_zero.status()
+        return Response(status["metrics"] + self.http_metrics.text(), media_type=CONTENT_TYPE)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the requests in progress, whose bodies have come. Raises Refusal: there is none."""
+        if self._running >= MAX_REQUESTS:
+            raise Refusal(f"{MAX_REQUESTS} requests are in progress; try again later", 503, retry_after=1)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
+        return parse(await _body(request), kind, ignore_unknown=self._options.ignore_unknown_fields)
+
+    async def _generation(self, request: Request, kind: type[_Generation]) -> ASGIApp:
+        parsed = await self._parsed(request, kind)
+        return partial(self._stream if parsed.stream else self._whole, parsed)
+
+    async def _ask(
+        self, request: TokenizeRequest | DetokenizeRequest, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        with self._place():
+            value = await _unless_gone(receive, self._rank_zero.ask(request.call()))
+        await JSONResponse(request.answer(value))(scope, receive, send)
+
+    async def _whole(self, request: _Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        async def attempt() -> ApiAnswer:
+            answer = self._answer_of(request, scope)
+            async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
+                async for choice, event in events:
+                    answer.add(choice, event)
+            return answer
+
+        with self._place():
+            answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: False))
+        await JSONResponse(answer.whole())(scope, receive, send)
+
+    async def _stream(self, request: _Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = _EventStream(send)
+        scope["state"]["streams"] = True  # events, between which the connection may send comments
+
+        async def attempt() -> ApiAnswer:
+            answer = self._answer_of(request, scope)
+            async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
+                async for choice, event in events:
+                    await stream.add(answer.add(choice, event), event)
+            return answer
+
+        with self._place():
+            try:
+                answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: stream.has_output))
+                last = _text(answer.last()) + _DONE
+            except Refusal as refusal:
+                if not stream.is_open:
+                    raise
+                record_of(scope).fail(refusal)
+                last = _text([refusal.error])
+            await stream.close(last)
+
+    def _answer_of(self, request: _Generation, scope: Scope) -> ApiAnswer:
+        record = record_of(scope)
+        record.answer = request.answer(record.id, int(time.time()))
+        return record.answer
+
+
+class _EventStream:
+    """An answer of server-sent events.
+
+    Attributes:
+        is_open: whether its headers are sent, so that an error is an event.
+        has_output: whether some of the answer is sent, so that the request cannot be tried again.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_open = self.has_output = False
+
+    async def add(self, chunks: list[dict[str, Any]], event: Event) -> None:
+        """Sends the chunks that an event of rank 0 makes. Returns once the client has taken enough of them."""
+        self.has_output |= bool(chunks)
+        alive = f": keepalive {event.processed}/{event.total}\n\n" if isinstance(event, Progress) else ""
+        await self._write(alive + _text(chunks))
+
+    async def close(self, text: str) -> None:
+        """Sends the last events."""
+        await self._write(text, more=False)
+
+    async def _write(self, text: str, more: bool = True) -> None:
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        if text or not more:
+            await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+
+def _text(chunks: list[dict[str, Any]]) -> str:
+    """Server-sent events."""
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:  # of which no length was declared
+                    raise Refusal(f"the body must have at most {MAX_BODY} bytes", 413)
+    except TimeoutError:
+        raise Refusal(f"the body has not come within {_BODY_SECONDS:g} seconds", 408) from None
+    return bytes(body)
+
+
+async def _unless_gone(receive: Receive, wanted: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of ``wanted``, which is cancelled when the client leaves. Raises ClientDisconnect: it has left."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    tasks = asyncio.create_task(wanted), asyncio.create_task(leave())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _events(rank_zero: RankZero, calls: list[Generate]) -> AsyncGenerator[tuple[int, Event], None]:
+    """Events of all calls, with the number of the call, from when all calls are admitted.
+
+    Events that come before that are kept: a call may wait until another has ended. If one is refused, the others are
+    cancelled.
+
+    Raises:
+        Refusal: a call is refused, or fails.
+    """
+    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(1)
+
+    async def pass_on(choice: int, call: Generate) -> None:
+        try:
+            async with contextlib.aclosing(rank_zero.generate(call)) as events:
+                async for event in events:
+                    await queue.put((choice, event))
+        except Exception as error:  # whatever it is: the request must not wait for more
+            await queue.put((choice, error))
+
+    tasks = [asyncio.create_task(pass_on(choice, call)) for choice, call in enumerate(calls)]
+    kept: list[tuple[int, Event]] = []
+    admitted = finished = 0
+    try:
+        while finished < len(calls):
+            choice, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            admitted += isinstance(event, Admitted)
+            finished += isinstance(event, Finished)
+            kept.append((choice, event))
+            if admitted == len(calls):
+                for each in kept:
+                    yield each
+                kept.clear()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""A server for hours, in short: random requests of all kinds by many clients, and nothing that differs or grows.
+
+`--soak-requests=2000` has as many for each server, which is what a release is tried with.
+"""
+
+import contextlib
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from mlx_lm import load, stream_generate
+from serving import ServerProcess, post, random_request, save_model_folder
+from waiting import late, wait_for
+
+from mlxdist.tools.bench.byte_model import save_byte_tokenizer
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CLIENTS = 12
+OPTIONS = ("--prefill-step-size", 64, "--prompt-cache-tokens", 1000)
+QUANTIZED = ("--kv-bits", 8, "--kv-group-size", 32)
+RESIDENT = 24 << 20  # bytes of a process that are no leak: Python's heap and MLX's cache have their own sizes
+ACTIVE = 16 << 10  # bytes of MLX, of which all are counted
+# mlx-lm reads calls of tools between two tokens of this template.
+TEMPLATE = (
+    "{% for message in messages %}<|message|>{{ message.content or '' }}{% for tool_call in message.tool_calls or [] %}"
+    "<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}{% endfor %}{{ tools or '' }}<|message|>"
+)
+CALL, CALL_END = 258, 259  # these tokens
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}  # fmt: skip
+GRAMMARS = [
+    {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{4}"}},
+    {"structured_outputs": {"regex": "(yes|no), [a-f]{1,9}"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD}}},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"{name}s", "parameters": RECORD}}
+    for name in ("find", "greet")
+]
+
+
+def make_model(folder, seed=1):
+    save_model_folder(folder, seed=seed, vocab_size=CALL_END + 1, head_dim=32, max_position_embeddings=2048)
+    save_byte_tokenizer(folder, "<|end|>", ["<|message|>", "<tool_call>", "</tool_call>"], TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("draft") / "draft", seed=2)
+
+
+def random_chat(generator):
+    """A chat that may have a history, tools, stop words, and calls that the model writes badly."""
+    words = lambda: " ".join(generator.choices(["alpha", "beta", "gamma", "delta"], k=generator.choice([1, 4, 20])))
+    messages = [{"role": "system", "content": "be brief"}] if generator.random() < 0.5 else []
+    for _ in range(generator.choice([0, 0, 1])):
+        messages += [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]
+    body = {"messages": [*messages, {"role": "user", "content": words()}], "max_tokens": generator.choice([1, 8, 30])}
+    if generator.random() < 0.4:
+        body["tools"] = TOOLS[: generator.choice([1, 2])]
+        named = {"type": "function", "function": {"name": "find"}}
+        body["tool_choice"] = generator.choice(["none", "auto", "auto", "required", named])
+        if body["tool_choice"] in ("required", named):
+            body["max_tokens"] = 120
+        else:
+            body["logit_bias"] = {str(CALL): generator.choice([0, 8, 12]), str(CALL_END): generator.choice([0, 8])}
+    if generator.random() < 0.3:
+        body["stop"] = [chr(generator.randrange(97, 123)), "never said"]
+    if generator.random() < 0.2:
+        body |= {"temperature": 1.0, "seed": generator.getrandbits(32)}
+    return body
+
+
+def random_question(generator):
+    """Path and body of a request."""
+    path = generator.choice([CHAT, TEXT])
+    body = random_chat(generator) if path == CHAT else random_request(generator)
+    if "tools" not in body and generator.random() < 0.2:
+        body |= generator.choice(GRAMMARS)
+    return path, body
+
+
+def content(path, parts):
+    """What an answer says: of one part if it is whole, else of the parts of its stream, together."""
+    text, calls, reason = "", [], None
+    for part in parts:
+        for choice in part["choices"]:
+            said = choice.get("message") or choice.get("delta") or {}
+            text += (choice["text"] if path == TEXT else said.get("content")) or ""
+            calls += [
+                (call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls") or []
+            ]
+            reason = choice["finish_reason"] or reason
+    used = next(part["usage"]["completion_tokens"] for part in reversed(parts) if part.get("usage"))
+    return text, calls, reason, used
+
+
+def ask(server, path, body, streams):
+    if not streams:
+        return content(path, [server.ask(body, path, 300)])
+    *parts, done = server.stream(body | {"stream_options": {"include_usage": True}}, path)
+    assert done == "[DONE]", parts[-1:]
+    return content(path, list(map(json.loads, parts)))
+
+
+@pytest.fixture(scope="module")
+def questions(model, draft, pytestconfig):
+    """A function: random requests, each with the answer of one process that has nothing else to do."""
+    found = {}
+    generator = random.Random(pytestconfig.getoption("--choice") or 7)
+    asked = [random_question(generator) for _ in range(pytestconfig.getoption("--soak-requests"))]
+
+    def answered(*options):
+        if options not in found:
+            with ServerProcess(model, 1, *OPTIONS, *options) as one:
+                found[options] = [(path, body, ask(one, path, body, False)) for path, body in asked]
+        return found[options]
+
+    return answered
+
+
+def test_the_questions_are_of_all_kinds(questions):
+    """Answers that end by themselves, by a stop word or a grammar, by their length, and with calls of tools."""
+    answers = [answer for _, _, answer in questions()]
+    assert {reason for _, _, reason, _ in answers} == {"stop", "length", "tool_calls"}
+    calls = [call for _, calls, *_ in answers for call in calls]
+    assert {name for name, _ in calls} == {"find", "greet"}
+    assert all(set(json.loads(arguments)) == {"name", "age"} for _, arguments in calls)
+
+
+def test_one_process_answers_as_mlx_lm(model, questions):
+    """What the others are compared with: greedy completions and chats, without grammars and calls."""
+    loaded, tokenizer = load(str(model))
+    compared = 0
+    for path, body, (text, *_) in questions():
+        greedy = not {"tools", "temperature", "logit_bias", "repetition_penalty", "response_format"} & set(body)
+        if not greedy or "structured_outputs" in body:
+            continue
+        prompt = body["prompt"] if path == TEXT else tokenizer.apply_chat_template(body["messages"], tokenize=False)
+        tokens = tokenizer.encode(prompt, add_special_tokens=path == TEXT)
+        made = "".join(each.text for each in stream_generate(loaded, tokenizer, tokens, max_tokens=body["max_tokens"]))
+        if path == CHAT and "<tool_call>" in made:  # what follows is no content
+            continue
+        ends = [made.find(word) for word in body.get("stop", []) if word in made]
+        assert text.rstrip("\ufffd") == (made[: min(ends)] if ends else made).rstrip("\ufffd"), body
+        compared += 1
+    assert compared > 10
+
+
+def processes(server):
+    """Resident bytes, threads and descriptors of each process of a server: launcher, ranks, and what they started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SERVER={server.name}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+                found[int(folder.name)] = (resident, len(os.listdir(folder / "task")), len(os.listdir(folder / "fd")))
+    return found
+
+
+def at_rest(server):
+    """MLX's memory, and processes, once nothing runs and the prefix cache has two prompts and nothing else."""
+    assert wait_for(lambda: server.metrics()["running"] + server.metrics()["queued"] == 0, 60)
+    for prompt in ("a" * 500, "b" * 500):
+        server.text(prompt, 1)
+    return server.metrics()['active_memory_bytes{rank="0"}'], processes(server)
+
+
+@pytest.mark.parametrize(
+    "ranks, options",
+    [
+        (2, []),
+        (3, []),
+        (2, ["--split-blocks"]),
+        (3, ["--split-blocks"]),
+        (2, QUANTIZED),
+        (3, QUANTIZED),
+        (2, ["--pipeline"]),
+        (3, ["--pipeline"]),
+        (2, ["--prompt-lookup"]),
+        (3, ["--draft-model", "DRAFT"]),
+    ],
+)
+def test_every_answer_is_that_of_one_process_and_nothing_grows(model, draft, questions, ranks, options):
+    """They overlap, are whole or streamed; of every sixth the client asks for more first, and leaves."""
+    asked = questions(*(options if options is QUANTIZED else []))
+    differ: list[object] = []
+
+    def take(number):
+        path, body, expected = asked[number]
+        streams = number % 2 == 0
+        if number % 6 == 0:
+            leaves = body | {"max_tokens": 400, "logit_bias": {"256": -100}, "stream": number % 4 == 0}
+            with server.raw(post(leaves, path)):
+                late(0.02 * (number % 4))
+        found = ask(server, path, body, streams)
+        if found != expected:
+            differ.append((path, body, streams, expected, found))
+
+    options = [draft if option == "DRAFT" else option for option in options]
+    with ServerProcess(model, ranks, *OPTIONS, *options) as server, ThreadPoolExecutor(CLIENTS) as threads:
+        order = list(range(len(asked)))
+        list(threads.map(take, order))  # which warms it up, too: children start when calls wait, and heaps grow
+        active, before = at_rest(server)
+        random.Random(1).shuffle(order)
+        list(threads.map(take, order))
+        active_then, _ = at_rest(server)
+        counted = lambda each: sorted((threads, descriptors) for _, threads, descriptors in each.values())
+        # Threads and descriptors of connections end when the server has seen that their clients have left.
+        assert wait_for(lambda: counted(processes(server)) == counted(before), 30), (before, processes(server))
+        after, metrics = processes(server), server.metrics()
+        assert server.stop() == 0, "".join(server.lines)
+    assert not differ, f"{len(differ)} of {2 * len(asked)} answers differ, the first: {differ[0]}"
+    assert metrics['requests_total{outcome="error"}'] == metrics['requests_total{outcome="timeout"}'] == 0
+    assert metrics['requests_total{outcome="cancelled"}'] > 0 and metrics["prefix_cache_tokens"] <= 1002
+    print(f"MLX: {active:.0f} B, then {active_then:.0f} B; (resident B, threads, descriptors): {before}, then {after}")
+    assert active_then - active <= ACTIVE
+    for pid in before.keys() & after.keys():
+        assert after[pid][0] - before[pid][0] <= RESIDENT, (pid, before[pid], after[pid])

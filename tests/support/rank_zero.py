@@ -1,0 +1,240 @@
+"""A peer that speaks mlxdist.serve.protocol in place of rank 0, in threads of this process, and a server before it."""
+
+import contextlib
+import http.client
+import json
+import select
+import shutil
+import socket
+import socketserver
+import ssl
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from waiting import wait_for
+
+from mlxdist.serve.http_options import HttpOptions
+from mlxdist.serve.http_server import HttpServer
+from mlxdist.serve.listener import SOCKET, listen
+from mlxdist.serve.protocol import Admitted, Finished, Output, Progress
+from mlxdist.serve.rank_zero import RankZero
+
+ADMITTED = Admitted(model="tiny", prompt_tokens=3, cached_tokens=1)
+PROGRESS = Progress(processed=1, total=3)
+FINISHED = Finished(finish_reason="stop", completion_tokens=2)
+REASON = "rank 1 failed first; restart 1 of 3"
+
+
+def said(*events: Any) -> list[Any]:
+    """What a prompt says for rank 0 to send."""
+    return [event if isinstance(event, str) else event.model_dump() for event in events]
+
+
+def answer(*texts: str) -> list[Any]:
+    return said(ADMITTED, *(Output(content=text) for text in texts), FINISHED)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """Does what the prompt of a call says, for each time that it comes: events to send, and methods to call."""
+
+    server: "FakeRankZero"
+
+    def handle(self) -> None:
+        line = self.rfile.readline()
+        call = json.loads(line) if line else {"op": "none"}
+        self.server.calls.append(call)
+        getattr(self, call["op"])(call)
+
+    def none(self, call: dict) -> None:
+        """A connection that ended before its call."""
+
+    def status(self, call: dict) -> None:
+        self.server.calls.pop()
+        if self.server.is_busy.is_set():
+            self.server.go.wait(30)
+        metrics = "mlxdist_serve_running 0\n"
+        value = {"reason": self.server.reason, "models": ["tiny"], "adapters": ["sql"], "metrics": metrics}
+        self._send({"event": "result", "value": value})
+
+    def tokenize(self, call: dict) -> None:
+        if self.server.tokenizer_dies:
+            self.server.end()
+            return
+        tokens = list(call["prompt"]["text"].encode())
+        self._send({"event": "result", "value": {"model": "tiny", "tokens": tokens, "max_model_len": 512}})
+
+    def detokenize(self, call: dict) -> None:
+        self._send({"event": "result", "value": {"prompt": bytes(call["tokens"]).decode()}})
+
+    def generate(self, call: dict) -> None:
+        prompt = call["prompt"]
+        text = prompt["text"] if prompt["text"] is not None else prompt["messages"][-1]["content"]
+        attempts = json.loads(text)
+        same = [each for each in self.server.calls if each == call]
+        for event in attempts[min(len(same), len(attempts)) - 1]:
+            if isinstance(event, dict):
+                self._send(event)
+            else:
+                getattr(self, event)()
+
+    def _send(self, event: dict) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(json.dumps(event).encode() + b"\n")
+
+    def send_half(self) -> None:
+        self.wfile.write(b'{"event": "outp')
+
+    def send_until_it_leaves(self) -> None:
+        event = Output(content="x" * 8000).model_dump_json().encode() + b"\n"
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(event)
+                self.server.sent += len(event)
+
+    def send_as_it_is_taken(self) -> None:
+        """Until the client leaves: an event as soon as the test asks for it."""
+        while self.server.wanted.acquire(timeout=30) and not select.select([self.connection], [], [], 0)[0]:
+            self._send(Output(content="x").model_dump())
+        self.server.left.append(True)
+
+    def wait(self) -> None:
+        """Until the connection is closed."""
+        with contextlib.suppress(ConnectionResetError):
+            self.connection.recv(1)
+        self.server.left.append(True)
+
+    def hold(self) -> None:
+        """Until the test lets it go on."""
+        self.server.holding.release()
+        self.server.go.wait(60)
+
+    def release(self) -> None:
+        """Lets those that are held go on."""
+        self.server.go.set()
+
+    def fail(self) -> None:
+        """As rank 0 does when another rank has died."""
+        self.server.reason = "the server has failed: rank 1 has died"
+
+    def die(self) -> None:
+        """As rank 0: it listens no more, and the connection ends."""
+        self.server.end()
+
+
+class FakeRankZero(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Attributes:
+    calls: those of Generate and of tokens, to this one and those before it.
+    is_busy: whether it answers Status when ``go`` is set, and not before.
+    left: one for each client that has left an action that waits for it.
+    """
+
+    daemon_threads = True
+    request_queue_size = 300
+
+    def __init__(self, before: "FakeRankZero | None" = None) -> None:
+        self.temporary = Path(tempfile.mkdtemp(prefix="mlxdist-"))
+        super().__init__(str(self.temporary / SOCKET), _Handler)
+        self.calls: list[dict] = [] if before is None else before.calls
+        self.left: list[bool] = []
+        self.reason, self.sent = "", 0
+        self.tokenizer_dies, self.is_busy = False, threading.Event()
+        self.holding, self.go, self.wanted = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+        threading.Thread(target=self.serve_forever, args=(0.01,)).start()
+
+    def end(self) -> None:
+        if self.temporary.exists():
+            self.shutdown()
+            self.server_close()
+            shutil.rmtree(self.temporary)
+
+
+class Client:
+    """A client of an :class:`HttpServer`."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        scheme, _, place = server.address.partition("://")
+        self.host, port = place.rsplit(":", 1)
+        self.port, self._has_tls = int(port), scheme == "https"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout=30)
+
+    def connection(self) -> http.client.HTTPConnection:
+        if self._has_tls:
+            context = ssl._create_unverified_context()
+            return http.client.HTTPSConnection(self.host, self.port, timeout=30, context=context)
+        return http.client.HTTPConnection(self.host, self.port, timeout=30)
+
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """Status, body and headers. Names of ``headers`` have underscores; a body of bytes is sent as it is."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        with contextlib.closing(self.connection()) as connection:
+            connection.request(method, path, data, named)
+            response = connection.getresponse()
+            text = response.read()
+        is_json = response.headers.get("Content-Type") == "application/json"
+        return response.status, json.loads(text) if is_json and text else text.decode(), response.headers
+
+    def health(self) -> tuple[int, Any, http.client.HTTPMessage]:
+        return self.request("GET", "/health")
+
+    def generate(self, *attempts: list[Any], **fields: Any) -> tuple[int, Any, http.client.HTTPMessage]:
+        """The answer to a prompt that says what rank 0 sends, in its first and its second attempt."""
+        return self.request("POST", "/v1/completions", {"prompt": json.dumps(attempts)} | fields)
+
+    def raw(self, *attempts: list[Any], version: str = "1.1", **fields: Any) -> bytes:
+        """The same request as its bytes."""
+        body = json.dumps({"prompt": json.dumps(attempts)} | fields).encode()
+        head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+
+def events_of(text: str) -> list[Any]:
+    """Of a stream, without its comments."""
+    found = [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]
+    return [part if part == "[DONE]" else json.loads(part) for part in found]
+
+
+def texts_of(text: str) -> list[str]:
+    """The texts of the chunks of a stream."""
+    return [choice["text"] for event in events_of(text)[:-1] for choice in event.get("choices", ())]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the peer closes its side, or resets the connection."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(1 << 16):
+            found += data
+    return found
+
+
+@contextlib.contextmanager
+def launcher_server(has_small_buffers: bool = False, **options: Any) -> Iterator[Client]:
+    """A server as in the launcher."""
+    given = HttpOptions(port=0, **options)
+    listener = listen(given.host, 0)
+    if has_small_buffers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with HttpServer(listener, given, RankZero(None, given.request_timeout)) as server:
+        yield Client(server)
+
+
+@contextlib.contextmanager
+def started(client: Client, before: FakeRankZero | None = None) -> Iterator[FakeRankZero]:
+    """Rank 0, started by the launcher of this server."""
+    rank_zero = FakeRankZero(before)
+    try:
+        client.server.starting(rank_zero.temporary)
+        assert wait_for(lambda: client.health()[0] == 200)
+        yield rank_zero
+    finally:
+        rank_zero.go.set()
+        rank_zero.end()
