@@ -217,7 +217,7 @@ def run(
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, most)
-            gauges = partial(_gauges, scheduler, worker)
+            gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
             endpoint.open(scheduler, tokenizer, vocabulary, min(context, most), gauges)
         has_started(scheduler, clients)
         try:
@@ -297,5 +297,6 @@ def _context(directory: Path, options: ServeOptions) -> int:
     return most
 
 
-def _gauges(scheduler: Scheduler, worker: Worker) -> dict[str, float]:
+def _gauges(scheduler: Scheduler, worker: Worker, metrics: Metrics) -> dict[str, float]:
+    metrics.memory(0, mx.get_active_memory())  # that of the other ranks is as they last reported it
     return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
