@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Sequence
 
+from mlxdist.base.environment import VARIABLES
+
 from .protocol import EVENT, MAX_LINE, Failed, Result
 from .refusal import Refusal
 
@@ -13,6 +15,9 @@ __all__ = ["PreparationProcess", "ProcessDied", "TooLong"]
 
 # One process, one core; and no words of theirs about texts of clients and models.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+
+# It is no rank, and needs no secret. The launcher finds what a job has left behind by MLXDIST_JOB.
+_DROPPED = {each.name for each in VARIABLES if each.of_job or each.is_secret} - {"MLXDIST_JOB"}
 
 
 class ProcessDied(Exception):
@@ -41,7 +46,7 @@ class PreparationProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE,
-            env=os.environ | _ENVIRONMENT,
+            env={name: value for name, value in os.environ.items() if name not in _DROPPED} | _ENVIRONMENT,
         )
         answer = await self._answer(self._process)
         if isinstance(answer, Failed):

@@ -21,6 +21,7 @@ import pytest
 from serving import ServerProcess, post, save_model_folder
 from waiting import late, wait_for
 
+pytestmark = pytest.mark.long
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LASTING = {"logit_bias": {"256": -100}}  # the token that ends an answer
 ENDLESS = LASTING | {"max_tokens": 30_000}
@@ -36,7 +37,7 @@ def model(tmp_path_factory):
     return save_model_folder(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=1 << 15)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def shared(request, model):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 4 * CONNECTIONS if hard == resource.RLIM_INFINITY else hard
@@ -224,7 +225,6 @@ def test_streams_stay_when_a_thousand_connections_come(shared, bystander):
         assert all(stream.result()[-1] == "[DONE]" for stream in streams)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["nothing", "half a line", "half a head", "no body", "half a chunk"])
 def test_clients_that_never_finish_a_request_are_disconnected(shared, bystander, kind):
     """Those that send nothing more, and those that send a byte now and then."""

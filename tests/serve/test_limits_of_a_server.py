@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_without_a_proxy(model, ranks, victim, busy):
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("busy", [True, False])
 def test_signals_end_a_server(model, ranks, number, status, busy):
-    with ServerProcess(model, ranks) as server, ThreadPoolExecutor(1) as threads:
+    with ServerProcess(model, ranks, "--drain", 0) as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
         stream = threads.submit(server.stream, body) if busy else None
         assert wait_for(lambda: server.metrics()["running"] == busy, 30)

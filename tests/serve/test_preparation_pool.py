@@ -55,6 +55,22 @@ def chat(content, **fields):
     return Generate(prompt=Prompt(messages=[HELLO | {"content": content}]), wants_prompt=True, **fields)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs Linux's /proc")
+def test_the_processes_know_no_secret_and_are_no_rank(folder, monkeypatch):
+    """The launcher finds those that a job has left behind by its name."""
+    for name, value in {"SECRET": "ab" * 16, "API_KEY": "a-long-key", "RANK": "0", "JOB": "named"}.items():
+        monkeypatch.setenv(f"MLXDIST_{name}", value)
+
+    async def test(pool):
+        assert await text_of(pool, "x")
+        (child,) = children()
+        with open(f"/proc/{child}/environ", "rb") as file:
+            known = {word.partition(b"=")[0] for word in file.read().split(b"\0")}
+        assert known & {b"MLXDIST_SECRET", b"MLXDIST_API_KEY", b"MLXDIST_RANK", b"MLXDIST_JOB"} == {b"MLXDIST_JOB"}
+
+    run(folder, test)
+
+
 async def text_of(pool, content):
     return (await pool.prepare(chat(content))).prompt_text
 

@@ -216,9 +216,9 @@ def test_adapters_grammars_and_preemption_are_as_without(folders, tmp_path, opti
     """Whatever else computes the tokens of the batch."""
     adapters = [save_adapters(tmp_path / f"adapter {seed}", folders[0], seed) for seed in (1, 2)]
     given = [word for seed, folder in enumerate(adapters) for word in ("--adapter", f"lora{seed}={folder}")]
-    given += ["--max-context", "300", "--decode-concurrency", "3"]
+    given += ["--max-context", "800", "--decode-concurrency", "3"]
     generator = random.Random(7)
-    endless = {"max_tokens": 250, "logit_bias": {"256": -100}, "priority": 5}
+    endless = {"max_tokens": 700, "logit_bias": {"256": -100}, "priority": 5}
     bodies = [{"prompt": f"leaves the batch {number}"} | endless for number in range(3)]
     for number in range(24):
         body = random_request(generator) | {"priority": number % 3 - 1}
