@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from resident_ranks import RanksFailed, ResidentRanks
 
@@ -79,6 +80,10 @@ IMPORTED = pytest.StashKey[frozenset[str]]()
 RESIDENT_TIMEOUT = 240  # seconds: the longest of their tests
 _resident: dict[int, ResidentRanks] = {}
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
+
+# No test judges by the clock of a busy machine.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

@@ -5,9 +5,6 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from mlxdist.serve.api import ChatRequest, CompletionRequest, check, model_object, models_list
 from mlxdist.serve.protocol import Admitted, Finished, Output, Progress, TokenLogprob, ToolCall
@@ -90,6 +87,8 @@ def interleaved(draw, choices, outputs, ends, prompt_text=None):
 @settings(deadline=None, max_examples=150)
 @given(interleaved(2, OUTPUTS, ENDS))
 def test_the_chunks_of_a_chat_join_to_the_whole_answer(events):
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
     answer = chat(n=2, logprobs=True, stream_options={"include_usage": True})
     chunks = [
         ChatCompletionChunk.model_validate(json.loads(json.dumps(chunk)), strict=True) for chunk in run(answer, *events)
@@ -134,6 +133,8 @@ def test_a_whole_chat_has_what_the_events_had(events):
 @settings(deadline=None, max_examples=150)
 @given(interleaved(4, TEXTS, TEXT_ENDS, "Once"))
 def test_the_chunks_of_completions_join_to_the_whole_answer(events):
+    from openai.types import Completion
+
     answer = completion(prompt=["Once", "Twice"], n=2, echo=True, stream_options={"include_usage": True})
     made = run(answer, *events)
     chunks = [Completion.model_validate(json.loads(json.dumps(_ended(chunk))), strict=True) for chunk in made]
@@ -157,6 +158,9 @@ def _ended(chunk):
 
 
 def test_openais_own_client_reads_the_stream_of_a_chat():
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+    from openai.types.chat import ChatCompletionChunk
+
     answer = chat(logprobs=True, stream_options={"include_usage": True})
     called = ToolCall(name="get_weather", arguments='{"city": "Paris"}')
     chunks = run(
@@ -262,6 +266,8 @@ def test_logprobs_of_completions_have_offsets_in_characters():
 
 
 def test_the_list_of_models_has_the_model_and_its_adapters():
+    from openai.types import Model
+
     listed = models_list(["org/qwen", "qwen"], ["sql"], 1_700_000_000)
     assert [Model.model_validate(each, strict=True).id for each in listed["data"]] == ["org/qwen", "sql"]
     assert listed["data"][1]["parent"] == "org/qwen"

@@ -11,8 +11,6 @@ import mlx_lm.server
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -62,6 +60,9 @@ def test_the_package_needs_neither_mlx_nor_mlx_lm_nor_transformers():
 
 
 def test_every_field_of_openais_requests_is_known():
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
     for params, kind in ((chat_create_params, ChatRequest), (completion_create_params, CompletionRequest)):
         known = params.CompletionCreateParamsBase.__annotations__.keys() | {"stream"}
         assert known <= kind.model_fields.keys()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 from rank_zero import ADMITTED, FINISHED, PROGRESS, answer, events_of, launcher_server, said, started, texts_of
 from waiting import wait_for
@@ -45,6 +44,8 @@ def test_it_imports_no_model():
 
 
 def test_openais_client_has_an_answer_and_a_stream(client, rank_0):
+    import openai
+
     call = ToolCall(name="weather", arguments='{"city": "Oslo"}')
     with openai.OpenAI(base_url=f"{client.server.address}/v1", api_key="none", max_retries=0) as there:
         whole = there.chat.completions.create(model="tiny", **chat(*answer("Hello", " you")))

@@ -1,7 +1,6 @@
 """What a server of `mlxdist serve` does at its limits and at its end: keys, a full queue, time, a rank that dies."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -47,37 +46,6 @@ def test_a_key_and_a_full_queue(model):
         assert wait_for(lambda: server.metrics(**key)["running"] == 0, 20)
         assert server.ask(good, **key)
         assert "a-long-key" not in "".join(server.lines) and server.stop() == 0
-
-
-LASTING = {"prompt": "x", "max_tokens": 1000, "logit_bias": ENDLESS["logit_bias"]}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_lets_requests_end(model, ranks):
-    """New ones are refused meanwhile, and /health says why."""
-    with ServerProcess(model, ranks, "--drain", 600) as server, ThreadPoolExecutor(1) as threads:
-        running = threads.submit(server.stream, LASTING)
-        assert wait_for(lambda: server.metrics()["running"] == 1, 30)
-        server.process.send_signal(signal.SIGTERM)
-        assert wait_for(lambda: server.request(None, "/health")[0] == 503, 30)
-        status, answer, headers = server.request({"prompt": "y", "max_tokens": 1})
-        assert (status, answer["error"]["message"]) == (503, "the server stops") and int(headers["Retry-After"]) >= 1
-        *_, last, done = running.result()
-        assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-        assert server.process.wait(60) == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_second_signal_ends_requests(model, ranks):
-    with ServerProcess(model, ranks, "--drain", 600) as server, ThreadPoolExecutor(1) as threads:
-        running = threads.submit(server.stream, LASTING)
-        assert wait_for(lambda: server.metrics()["running"] == 1, 30)
-        server.process.send_signal(signal.SIGTERM)
-        assert wait_for(lambda: server.request(None, "/health")[0] == 503, 30)
-        server.process.send_signal(signal.SIGTERM)
-        assert json.loads(running.result()[-1])["error"]["message"] == "the server stops"
-        assert server.process.wait(60) == 0
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from pydantic import BaseModel
 from rank_zero import ADMITTED, FINISHED, answer, launcher_server, said, started
@@ -16,6 +15,8 @@ class City(BaseModel):
 
 @pytest.fixture
 def there():
+    import openai
+
     with launcher_server() as client, started(client) as rank_0:
         with openai.OpenAI(base_url=f"{client.server.address}/v1", api_key="none", max_retries=0) as there:
             there.rank_0 = rank_0
@@ -28,6 +29,8 @@ def question(*events):
 
 def test_a_parsed_message_goes_into_the_history(there):
     """With what the helper has added to it, twice what the model has written: templates do not get that."""
+    import openai
+
     chats = there.chat.completions
     tool = openai.pydantic_function_tool(City)
     call = ToolCall(name="City", arguments='{"name": "Oslo"}')

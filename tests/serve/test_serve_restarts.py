@@ -204,7 +204,7 @@ def test_twenty_rounds(model, expected, capsys):
     assert len(took) == 20 and set(outcomes) <= {"same", 503} and outcomes.count("same") > 20
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_sigterm_lets_requests_end(model, ranks):
     """A second one ends them. New ones are refused at once."""
     body = {"prompt": "x", "logit_bias": ENDLESS}
