@@ -1,6 +1,7 @@
 """What a server of `mlxdist serve` does at its limits and at its end: keys, a full queue, time, a rank that dies."""
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -54,12 +55,15 @@ def test_a_key_and_a_full_queue(model):
 def test_a_request_that_takes_too_long(model, ranks, stream):
     with ServerProcess(model, ranks, "--request-timeout", 0.5) as server:
         body = {"prompt": "x", "max_tokens": 4000, "logit_bias": {"256": -100}}
+        # The first ones may wait longer for the process that makes them into tokens.
+        assert wait_for(lambda: server.request({"prompt": "x", "max_tokens": 1})[0] == 200, 60)
+        before = server.metrics()['requests_total{outcome="timeout"}']
         if stream:
             assert '"code": "timeout"' in server.stream(body)[-1]
         else:
             status, answer, _ = server.request(body)
             assert (status, answer["error"]["message"]) == (504, "the request has taken too long")
-        assert server.text("x", 3) and server.metrics()['requests_total{outcome="timeout"}'] == 1
+        assert server.text("x", 3) and server.metrics()['requests_total{outcome="timeout"}'] == before + 1
 
 
 @pytest.mark.long
@@ -103,7 +107,7 @@ def test_a_rank_that_is_killed_without_a_proxy(model, ranks, victim, busy):
             for other in others:
                 assert other.result()[0] == 503 and f"rank {victim}" in other.result()[1]["error"]["message"]
         for each in streams + others:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
                 each.result(timeout=20)
         assert server.process.wait(30) == 128 + signal.SIGKILL
         assert wait_for(
