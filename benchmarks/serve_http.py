@@ -1,4 +1,4 @@
-"""What HTTP costs a running `mlxdist serve`: requests per second, time to the first byte, memory of a connection.
+"""Measures the HTTP of a running `mlxdist serve`: requests per second, time to the first byte, memory of a connection.
 
     mlxdist serve models/tiny --port 8081 &
     python benchmarks/serve_http.py http://127.0.0.1:8081

@@ -200,7 +200,7 @@ class _HandlersSections:
         return shown
 
     def end(self, text: AnswerText) -> str:
-        """What follows the last piece of a text that a stop word has ended: a call that it cuts off is none."""
+        """The character after the last piece of a text that a stop word has ended: a call that it cuts off is none."""
         cuts = self._section == "tool" and not text.stops_at_control_sequence
         return self._switches[_UNFINISHED] if cuts else ""
 

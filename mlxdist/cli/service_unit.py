@@ -1,4 +1,4 @@
-"""What `mlxdist serve --print-service` prints: the same command line as a service of systemd or launchd."""
+"""The text that `mlxdist serve --print-service` prints: the command line as a service of systemd or launchd."""
 
 import json
 import math

@@ -16,7 +16,8 @@ metrics.py          counters and histograms as Prometheus reads them
 Rank 0:
 
 endpoint.py         the other end of the protocol; http_clients.py: HTTP as the source of requests
-preparation_pool.py processes that make requests into tokens: preparation_child.py, preparation.py, prepared.py
+preparation_pool.py processes that make requests into tokens; preparation_process.py: rank 0's end of one,
+                    preparation_child.py: the process, preparation.py: its work, prepared.py: the result
 tool_calls.py       calls of tools that a request asks for, and that a model has written
 scheduler.py        the queue, who is admitted or preempted, who has left or is late
 answer.py           the tokens of an answer with their text; stop_words.py: where its text ends

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from .api import (
 from .http_checks import AfterCors, BeforeCors, record_of, refused
 from .http_options import HttpOptions
 from .listener import MAX_BODY, MAX_REQUESTS
+from .log import RequestRecord
 from .metrics import CONTENT_TYPE, HttpMetrics
 from .protocol import Admitted, Event, Finished, Generate, Progress
 from .rank_zero import RankZero
@@ -53,24 +54,12 @@ _DONE = "data: [DONE]\n\n"
 _Generation = ChatRequest | CompletionRequest
 _Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest)
 _Result = TypeVar("_Result")
+_Take = Callable[[list[dict[str, Any]], Event], Awaitable[None]]
 
 
 def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) -> Starlette:
     """The application, which calls rank 0. ``is_loopback``: whether the server listens there."""
     api = _Api(rank_zero, options)
-    routes = [
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
-        Route("/version", api.version),
-        Route("/health", api.health),
-        Route("/metrics", api.metrics),
-    ]
-    api.http_metrics = HttpMetrics([route.path for route in routes])
     cors = Middleware(
         CORSMiddleware,
         allow_origins=options.allowed_origins,
@@ -81,7 +70,7 @@ def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) ->
     )
     first = Middleware(BeforeCors, options=options, metrics=api.http_metrics, is_loopback=is_loopback)
     return Starlette(
-        routes=routes,
+        routes=api.routes,
         middleware=[first, cors, Middleware(AfterCors, options=options)],
         exception_handlers={HTTPException: _not_routed},
     )
@@ -100,12 +89,29 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 
 class _Api:
-    """The endpoints of the application."""
+    """The endpoints of the application.
+
+    Attributes:
+        routes: their paths and methods.
+        http_metrics: counters of the answers.
+    """
 
     def __init__(self, rank_zero: RankZero, options: HttpOptions) -> None:
         self._rank_zero, self._options = rank_zero, options
         self._created = int(time.time())
-        self.http_metrics = HttpMetrics(())
+        self.routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/version", self.version),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        self.http_metrics = HttpMetrics([route.path for route in self.routes])
         self._running = 0  # requests in progress
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -139,7 +145,7 @@ class _Api:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        status = await self._rank_zero.status()
+        status = await self._rank_zero.status(metrics=True)
         return Response(status["metrics"] + self.http_metrics.text(), media_type=CONTENT_TYPE)
 
     @contextlib.contextmanager
@@ -168,13 +174,10 @@ class _Api:
         await JSONResponse(request.answer(value))(scope, receive, send)
 
     async def _whole(self, request: _Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        async def attempt() -> ApiAnswer:
-            answer = self._answer_of(request, scope)
-            async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
-                async for choice, event in events:
-                    answer.add(choice, event)
-            return answer
+        async def drop(chunks: list[dict[str, Any]], event: Event) -> None:
+            """Does nothing: the answer has all of them."""
 
+        attempt = partial(self._attempt, request, record_of(scope), drop)
         with self._place():
             answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: False))
         await JSONResponse(answer.whole())(scope, receive, send)
@@ -182,14 +185,7 @@ class _Api:
     async def _stream(self, request: _Generation, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _EventStream(send)
         scope["state"]["streams"] = True  # events, between which the connection may send comments
-
-        async def attempt() -> ApiAnswer:
-            answer = self._answer_of(request, scope)
-            async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
-                async for choice, event in events:
-                    await stream.add(answer.add(choice, event), event)
-            return answer
-
+        attempt = partial(self._attempt, request, record_of(scope), stream.add)
         with self._place():
             try:
                 answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: stream.has_output))
@@ -201,10 +197,13 @@ class _Api:
                 last = _text([refusal.error])
             await stream.close(last)
 
-    def _answer_of(self, request: _Generation, scope: Scope) -> ApiAnswer:
-        record = record_of(scope)
-        record.answer = request.answer(record.id, int(time.time()))
-        return record.answer
+    async def _attempt(self, request: _Generation, record: RequestRecord, take: _Take) -> ApiAnswer:
+        """Asks rank 0 for an answer. ``take``: gets the chunks of each event, if any, and the event."""
+        record.answer = answer = request.answer(record.id, int(time.time()))
+        async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
+            async for choice, event in events:
+                await take(answer.add(choice, event), event)
+        return answer
 
 
 class _EventStream:

@@ -87,6 +87,7 @@ class Endpoint:
         self._gauges: Callable[[], dict[str, float]] = dict
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="mlxdist endpoint", daemon=True)
+        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task] = set()
         self._lock = threading.Lock()
         self._woken: list[asyncio.Event] = []
@@ -142,7 +143,6 @@ class Endpoint:
         self._loop.close()
 
     async def _begin(self, listener: socket.socket | None) -> None:
-        self._server = None
         if listener is not None:
             self._server = await asyncio.start_unix_server(
                 self._connected, sock=listener, limit=MAX_LINE, backlog=MAX_REQUESTS
@@ -195,7 +195,7 @@ class Endpoint:
         except ValidationError as error:
             raise Refusal(f"the call of the application cannot be read: {error.errors()[0]['msg']}", 500) from None
         if isinstance(call, Status):
-            await _send(writer, Result(value=self._status()))
+            await _send(writer, Result(value=self._status(call.metrics)))
             return
         if self.scheduler is None:
             raise Refusal(self.unavailable, 503)
@@ -207,14 +207,9 @@ class Endpoint:
         else:
             await self._generate(call, model, adapter, writer)
 
-    def _status(self) -> dict[str, Any]:
-        metrics = self.metrics.text(self._gauges())
-        return {
-            "reason": self.unavailable,
-            "models": list(self._served),
-            "adapters": list(self._adapters),
-            "metrics": metrics,
-        }
+    def _status(self, with_metrics: bool) -> dict[str, Any]:
+        status = {"reason": self.unavailable, "models": list(self._served), "adapters": list(self._adapters)}
+        return status | ({"metrics": self.metrics.text(self._gauges())} if with_metrics else {})
 
     def _model_of(self, model: str | None, adapter: str | None) -> tuple[str, int]:
         """The real name of the model or adapter that a request names, and the number of the adapter; 0 for none."""

@@ -1,4 +1,4 @@
-"""What is checked of every request before its body is read, and its line in the access log.
+"""Checks every request before its body is read, and prints its line in the access log.
 
 Web pages that the user of this machine opens can send requests to it. Pages of other origins are refused, and so are
 those whose name was rebound to this machine's address by their DNS server: they are of the same origin then.
@@ -75,8 +75,7 @@ class BeforeCors:
             self._check(headers)
             await self._app(scope, receive, send_noted)
         except Refusal as refusal:
-            record.fail(refusal)
-            await refused(refusal)(scope, receive, send_noted)
+            await _refuse(refusal, scope, receive, send_noted)
         finally:
             self._metrics.answered(record.path, record.status or 499)
             if self._options.access_log and scope["path"] not in _UNLOGGED:
@@ -113,22 +112,15 @@ class AfterCors:
             self._check(scope)
             await self._app(scope, receive, send)
         except Refusal as refusal:
-            record.fail(refusal)
-            await refused(refusal)(scope, receive, send)
+            await _refuse(refusal, scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"
         except asyncio.CancelledError:  # the server ends
-            await self._fail(scope, receive, send, Refusal("the server stops", 503))
+            await _refuse(Refusal("the server stops", 503), scope, receive, send)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             say(f"request {record.id} has failed at {place.filename}:{place.lineno}: {type(error).__name__}: {error}")
-            await self._fail(scope, receive, send, Refusal("the server has failed at this request", 500))
-
-    async def _fail(self, scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
-        record = record_of(scope)
-        record.fail(refusal)
-        if not record.status:  # else the connection ends, which shows that the answer is not complete
-            await refused(refusal)(scope, receive, send)
+            await _refuse(Refusal("the server has failed at this request", 500), scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -141,6 +133,14 @@ class AfterCors:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if not hmac.compare_digest(f"{scheme.capitalize()} {key}".encode("latin-1"), self._key):
             raise Refusal("the API key is missing or wrong; send it as Authorization: Bearer KEY", 401)
+
+
+async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with a refusal, unless the answer has begun: then the connection ends, which shows it is not complete."""
+    record = record_of(scope)
+    record.fail(refusal)
+    if not record.status:
+        await refused(refusal)(scope, receive, send)
 
 
 def _path(path: str) -> str:

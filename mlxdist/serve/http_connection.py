@@ -24,7 +24,7 @@ _FIRST_SECONDS = 0.1  # in which what a connection has sent is read: many are ac
 _STALLED_SECONDS = 60.0  # for which a client takes no byte of its answer
 _LINGER_SECONDS = 10.0  # for which input is dropped: a connection closed with input unread takes the answer with it
 _READ_BYTES = 1 << 14  # at a time; others wait while they are parsed
-_PART_BYTES, _PARTS = 64, 1024  # parts of a body, chunks or packets, which may be smaller than so many bytes
+_PART_BYTES, _PARTS = 64, 1024  # bytes, and how many parts of a body, chunks or packets, may have fewer
 _PROBE_SECONDS = 10.0  # between two interim responses to a client that has closed its side
 
 

@@ -17,7 +17,7 @@ from mlxdist.base.descriptors import MAX_DESCRIPTORS, raise_limit
 from mlxdist.base.errors import InvalidArgument
 
 from .application import application
-from .http_connection import MAX_HEAD, HttpConnection
+from .http_connection import HttpConnection
 from .http_options import HttpOptions
 from .listener import MAX_REQUESTS, address_of, is_local
 from .log import say
@@ -70,7 +70,6 @@ class HttpServer:
             headers=[("server", "mlxdist")],
             backlog=2 * MAX_REQUESTS,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            h11_max_incomplete_event_size=MAX_HEAD,
         )
         self._listens = threading.Event()
         self._server = _Server(config, self._listens)
@@ -138,7 +137,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but tells the clients of requests that it ends, and waits for no connection that is idle."""
+        """Ends as uvicorn does, but answers the requests that it ends, and waits for no connection that is idle."""
         for server in self.servers:
             server.close()
         connections: Any = self.server_state.connections

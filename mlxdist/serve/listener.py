@@ -19,7 +19,6 @@ SOCKET = "serve"  # rank 0's: its name in the temporary directory of rank 0, whi
 
 def listen(host: str, port: int) -> socket.socket:
     """A TCP socket that listens. Raises InvalidArgument: nothing can listen at the address."""
-    raise_limit(MAX_DESCRIPTORS)  # each choice of each request has a connection to rank 0
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -30,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def listen_for_application() -> socket.socket:
     """A Unix domain socket in this rank's temporary directory. Raises InvalidArgument: it cannot be made there."""
-    raise_limit(MAX_DESCRIPTORS)
+    raise_limit(MAX_DESCRIPTORS)  # each choice of each request has a connection
     path = Path(os.environ["TMPDIR"], SOCKET)
     listener = socket.socket(socket.AF_UNIX)
     try:

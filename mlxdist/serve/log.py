@@ -1,4 +1,4 @@
-"""What a server prints to the standard error: sentences for its operator, and a line for each request."""
+"""Prints to the standard error of a server: sentences for its operator, and a line for each request."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ def say(text: str) -> None:
 
 
 class _Answer(Protocol):
-    """What the log has of an answer so far, that of several choices in all."""
+    """The counts of an answer so far, of all its choices together."""
 
     @property
     def prompt_tokens(self) -> int: ...

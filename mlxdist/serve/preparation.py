@@ -33,7 +33,7 @@ _OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 
 @dataclass(frozen=True)
 class Limits:
-    """What is served: see the attributes of :class:`PreparationPool`."""
+    """The limits of prompts: see the attributes of :class:`PreparationPool`."""
 
     context: int
     vocabulary: int
@@ -189,7 +189,7 @@ class Preparation:
         return self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=own, **arguments)
 
     def _check_length(self, text: str, limits: Limits, param: str) -> None:
-        """Refuses a text of which so many tokens would have to be made that it cannot fit. Spaces may be no token."""
+        """Refuses a text whose characters need more tokens than the context has. Spaces may be no token."""
         most = self._longest * limits.context
         if len(text) > most and (count := len("".join(text.split()))) > most:
             raise Refusal(

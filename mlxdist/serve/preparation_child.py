@@ -1,7 +1,7 @@
 """A process that tokenizes beside rank 0: a line of JSON in, a line of JSON out, until the input ends.
 
-It ends at once when rank 0 does, whatever it computes then, and computes for at most so many seconds of CPU time for a
-line: SIGPROF ends it, also within a regular expression or a tokenizer.
+It ends at once when rank 0 does, whatever it computes then. Each line has a limit of CPU time: SIGPROF ends the process
+at the limit, also within a regular expression or a tokenizer.
 """
 
 import os

@@ -53,7 +53,7 @@ class PreparationProcess:
             raise answer.refusal
 
     async def ask(self, line: bytes, timeout: float) -> Result | Failed:
-        """The answer to a line, within so many seconds. Raises TooLong, ProcessDied: the process is of no more use."""
+        """The answer to a line, within ``timeout`` seconds. Raises TooLong, ProcessDied: the process cannot go on."""
         process = self._process
         assert process is not None and process.stdin is not None
         try:

@@ -1,4 +1,4 @@
-"""What the scheduler needs of a request before it is computed: for rank 0, from the processes that tokenize."""
+"""A request as the scheduler needs it: for rank 0, from the processes that tokenize."""
 
 from typing import Literal
 

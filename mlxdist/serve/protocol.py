@@ -63,7 +63,7 @@ class Sampling(_Message):
 
 
 class Grammar(_Message):
-    """What the text of an answer must be.
+    """A description of the text that an answer must be.
 
     Attributes:
         kind: "json": ``value`` is a JSON schema; "regex": a regular expression for the whole text; "choice": a list of
@@ -155,13 +155,14 @@ class Detokenize(_Message):
 
 
 class Status(_Message):
-    """What rank 0 serves.
+    """The state of rank 0, and the names that it serves.
 
     The :class:`Result` is {"reason": why no request is served, or "", "models": the names of the model, "adapters":
-    those of adapters, "metrics": the text of /metrics}.
+    those of adapters}, and with ``metrics`` also {"metrics": the text of rank 0's part of /metrics}.
     """
 
     op: Literal["status"] = "status"
+    metrics: bool = False
 
 
 class ToolCall(_Message):
@@ -192,7 +193,7 @@ class Admitted(_Message):
 
 
 class Progress(_Message):
-    """So many tokens of the prompt have been computed."""
+    """The progress of a prompt: ``processed`` of its ``total`` tokens are computed."""
 
     event: Literal["progress"] = "progress"
     processed: int

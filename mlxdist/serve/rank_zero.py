@@ -176,14 +176,17 @@ class RankZero:
             raise Refusal("the request has taken too long", 504) from None
         raise AssertionError("the second attempt is the last")
 
-    async def status(self) -> dict[str, Any]:
-        """The value of :class:`Status`. Raises Refusal: rank 0 does not serve."""
+    async def status(self, metrics: bool = False) -> dict[str, Any]:
+        """The value of :class:`Status`, with ``metrics`` also their text. Raises Refusal: rank 0 does not serve."""
         # Who reads that the server is ready may ask before the next look.
         if self._outage is not None and (outage := await self._look()):
             raise self._unavailable(outage)
-        if self._status is None or self._status.done():
-            self._status = asyncio.create_task(self._ask_status())  # one for all who want to know
-        status = await asyncio.shield(self._status)
+        if metrics:
+            status = await self._ask_status(metrics=True)
+        else:
+            if self._status is None or self._status.done():
+                self._status = asyncio.create_task(self._ask_status())  # one for all who want to know
+            status = await asyncio.shield(self._status)
         if status["reason"]:
             raise Refusal(status["reason"], 503)
         return status
@@ -241,10 +244,10 @@ class RankZero:
                 self._load_seconds = self._ready - self._started
         return self._outage
 
-    async def _ask_status(self) -> dict[str, Any]:
+    async def _ask_status(self, metrics: bool = False) -> dict[str, Any]:
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                return await self._result(Status())
+                return await self._result(Status(metrics=metrics))
         except (Refusal, TimeoutError):
             return {"reason": _SILENT}
 

@@ -252,6 +252,11 @@ class Scheduler:
         self._seconds += (seconds - self._seconds) / 8 if self._seconds else seconds
         self._has_ended(request, outcome)
 
+    def report(self, memory: Sequence[int]) -> None:
+        """Takes the bytes that MLX uses on each rank, after a decision with ``reports``."""
+        for rank, active in enumerate(memory):
+            self._metrics.memory(rank, active)
+
     def fail(self, reason: str) -> None:
         """Ends all requests, and those that arrive later."""
         with self._changed:

@@ -187,7 +187,7 @@ def run(
         if taken := set(adapters) & set(served):
             raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
         snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
-        clients = endpoint = metrics = None
+        clients = endpoint = None
         if group.rank() == 0:
             pool = PreparationPool(directory, options.chat_template_args)
             defaults = {"max_tokens": 512, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options.defaults
@@ -224,7 +224,7 @@ def run(
             own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
             if clients is not None:
                 clients.ready(served[0], group.size(), placement.name)
-            _loop(own, worker, scheduler, metrics)
+            _loop(own, worker, scheduler)
         except Exception as error:
             if scheduler is not None and clients is not None:
                 scheduler.fail(str(error))
@@ -235,13 +235,10 @@ def run(
             snapshot.save(worker.cache)
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, metrics: Metrics | None) -> None:
+def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
     """Runs steps on all ranks until rank 0 decides to stop: one broadcast, and one step of the model if there is work.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
-
-    Args:
-        scheduler, metrics: on rank 0.
     """
     step, size = 0, FRAME
     while True:
@@ -257,9 +254,8 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None, metrics: Me
             scheduler.deliver(outcome)
         if decisions.reports:
             memory = all_gather(np.array([mx.get_active_memory()], np.uint64), group=group)
-            if metrics is not None:
-                for rank, active in enumerate(memory.tolist()):
-                    metrics.memory(rank, active)
+            if scheduler is not None:
+                scheduler.report(memory.tolist())
         step, size = (step + 1) % 2**32, decisions.next_size
 
 

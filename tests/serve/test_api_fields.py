@@ -650,7 +650,7 @@ def test_any_body_is_a_request_that_rank_0_can_read_or_a_sentence(data, kind):
 
 
 def test_a_request_can_be_made_of_fields_without_json():
-    """As `mlxdist chat` does."""
+    """The prompt is that of `mlxdist chat`."""
     assert check({"prompt": "x", "temperature": 0.7}, CompletionRequest).calls()[0].sampling.temperature == 0.7
     with pytest.raises(Refusal, match="top_p must be a number from 0 to 1"):
         check({"prompt": "x", "top_p": float("nan")}, CompletionRequest)

@@ -8,29 +8,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rank_zero import ADMITTED, FINISHED, PROGRESS, answer, events_of, launcher_server, said, started, texts_of
+from rank_zero import ADMITTED, FINISHED, PROGRESS, answer, events_of, launcher_server, message, said, started, texts_of
 from waiting import wait_for
 
 from mlxdist.serve.protocol import Failed, Output, ToolCall
 from mlxdist.version import __version__
 
 QUEUE_FULL = Failed(message="256 requests wait already; try again later", status=429, retry_after=7)
-
-
-@pytest.fixture
-def client():
-    with launcher_server() as client:
-        yield client
-
-
-@pytest.fixture
-def rank_0(client):
-    with started(client) as rank_0:
-        yield rank_0
-
-
-def message(found):
-    return found["error"]["message"]
 
 
 def chat(*events, **fields):

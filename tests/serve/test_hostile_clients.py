@@ -115,7 +115,7 @@ class Bystander:
 
 @pytest.fixture
 def bystander(shared):
-    """Of a server that is afterwards what it was: ready, without an error, and with nothing that runs."""
+    """The server is afterwards what it was: ready, without an error, and with nothing that runs."""
     text, before = shared.text("hello", 8), shared.metrics()
     with Bystander(shared) as bystander:
         yield bystander
@@ -227,7 +227,7 @@ def test_streams_stay_when_a_thousand_connections_come(shared, bystander):
 
 @pytest.mark.parametrize("kind", ["nothing", "half a line", "half a head", "no body", "half a chunk"])
 def test_clients_that_never_finish_a_request_are_disconnected(shared, bystander, kind):
-    """Those that send nothing more, and those that send a byte now and then."""
+    """Some send nothing more, others a byte now and then."""
     with contextlib.ExitStack() as stack:
         connections = open_connections(shared, stack, 20, UNFINISHED[kind])
 
@@ -258,7 +258,7 @@ def test_requests_that_come_byte_by_byte_are_answered_and_delay_nobody(shared, b
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_half_closes_gets_its_answer(shared, bystander, stream):
-    """As `nc -N` does: it has sent all, and still reads."""
+    """The client does as `nc -N`: it has sent all, and still reads."""
     asked = {"prompt": "half", "max_tokens": 60, "stream": stream} | LASTING
     status, answer = answer_to(shared, post(asked), ends=True)
     assert status == 200 and (b"[DONE]" in answer if stream else json.loads(answer)["usage"]["completion_tokens"] == 60)
@@ -439,7 +439,7 @@ def test_catastrophic_grammars_are_refused_or_served_and_delay_nobody(shared, by
 
 @pytest.fixture
 def network():
-    """A server that is somebody else's; whether anybody has come."""
+    """The URL of another server, which no request may reach."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/secret"
@@ -489,7 +489,7 @@ def test_a_name_that_is_not_this_machines_is_refused(shared, bystander, path):
 
 
 def test_clients_that_vanish_leave_nothing(shared, bystander):
-    """Those that reset their connection within a request, before its answer, and within the answer."""
+    """The clients reset their connections within a request, before its answer, and within the answer."""
     generator = random.Random(4)
     cancelled = 'requests_total{outcome="cancelled"}'
     before = shared.metrics()[cancelled]

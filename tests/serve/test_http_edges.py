@@ -16,18 +16,6 @@ from mlxdist.serve.protocol import Failed, Output
 from mlxdist.serve.rank_zero import RankZero
 
 
-@pytest.fixture
-def client():
-    with launcher_server() as client:
-        yield client
-
-
-@pytest.fixture
-def rank_0(client):
-    with started(client) as rank_0:
-        yield rank_0
-
-
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_requests_before_a_client_closes_its_side_are_answered(client, rank_0, version):
     """The second one is in the server's buffer while the first one is computed."""

@@ -36,23 +36,8 @@ from mlxdist.serve.rank_zero import RankZero
 CONNECTION = "mlxdist.serve.http_connection."
 
 
-@pytest.fixture
-def client():
-    with launcher_server() as client:
-        yield client
-    assert "mlxdist http" not in [thread.name for thread in threading.enumerate()]
-    with pytest.raises(OSError):
-        client.connect()
-
-
-@pytest.fixture
-def rank_0(client):
-    with started(client) as rank_0:
-        yield rank_0
-
-
 def answered(client, data):
-    """What comes until the server closes its side."""
+    """The bytes that come until the server closes its side."""
     with client.connect() as connection:
         connection.sendall(data)
         return read_all(connection)
@@ -421,7 +406,7 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
 
 @pytest.fixture
 def beside_rank_0():
-    """As in rank 0's process, which has a connection of its own to the endpoint."""
+    """A server as in rank 0's process, which has a connection of its own to the endpoint."""
     import asyncio
 
     rank_0 = FakeRankZero()

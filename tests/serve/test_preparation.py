@@ -137,7 +137,7 @@ def test_a_chat_has_the_tokens_segments_and_section_of_mlx_lm(folders, model, to
 
 
 def test_the_segments_of_a_chat_that_thinks(chatml):
-    """What the test above compares is not all one segment."""
+    """The prompts that the test above compares are not all one segment."""
     made = chatml.prepare(chat(CHATS["system"], prompt={"template_arguments": {"begins": True}}), LIMITS)
     assert ([kind for kind, _ in made.segments], made.section) == (["system", "user", "assistant"], "reasoning")
 
@@ -336,7 +336,7 @@ def test_structured_output_needs_a_tokenizer_that_llguidance_reads(chatml):
 
 
 def test_tokens_and_their_text(chatml):
-    """Of a prompt that is longer than the context, too."""
+    """A prompt may be longer than the context."""
     made = chatml.tokenize(Tokenize(model="tiny", prompt=Prompt(messages=[HELLO])), Limits(4, 300))
     assert (made["model"], made["max_model_len"]) == ("tiny", 4)
     text = chatml.detokenize(Detokenize(tokens=made["tokens"]), LIMITS)["prompt"]

@@ -97,7 +97,7 @@ def test_each_kind_of_call(folder):
 
 
 def test_a_call_of_a_tool_that_takes_too_long_to_parse_is_none(tmp_path):
-    """As is one that no process can parse: the answer goes on, with text in its place."""
+    """The answer goes on, with text in its place; so it does if no process can parse the call."""
     folder = save_model(tmp_path, [*CHAT_TOKENS, "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"])
     call = '<|open|>call tool="look"<|sep|><|open|>json<|sep|>{"days": 2}<|close|>json<|sep|><|close|>call<|sep|>'
 

@@ -14,6 +14,7 @@ from rank_zero import (
     answer,
     events_of,
     launcher_server,
+    message,
     said,
     started,
     texts_of,
@@ -25,22 +26,6 @@ from mlxdist.serve.protocol import Failed, Output
 FAILED = Failed(message="the server has failed: rank 1 has died", status=503)
 LATE = Failed(message="the request has taken too long", status=504)
 EXPLAINED = f"the server has failed: {REASON}"
-
-
-@pytest.fixture
-def client():
-    with launcher_server() as client:
-        yield client
-
-
-@pytest.fixture
-def rank_0(client):
-    with started(client) as rank_0:
-        yield rank_0
-
-
-def message(answered):
-    return answered["error"]["message"]
 
 
 def test_requests_before_the_ranks_are_ready_get_the_reason(client):

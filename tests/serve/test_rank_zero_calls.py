@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic_core import PydanticSerializationError
-from rank_zero import ADMITTED, FINISHED, launcher_server, said, started
+from rank_zero import ADMITTED, FINISHED, said
 
 from mlxdist.serve.application import _events
 from mlxdist.serve.listener import SOCKET
@@ -21,13 +21,7 @@ from mlxdist.serve.rank_zero import RankZero
 STOPS = Failed(message="the server stops", status=503, retry_after=9)
 
 
-@pytest.fixture
-def client():
-    with launcher_server() as client, started(client):
-        yield client
-
-
-def test_a_request_while_rank_0_stops_is_refused_at_once(client):
+def test_a_request_while_rank_0_stops_is_refused_at_once(client, rank_0):
     """It says so in its status, too, which is no outage: the request does not wait for the end of the launcher."""
     for streams in (False, True):
         status, found, headers = client.generate(["fail", *said(STOPS)], stream=streams)
@@ -49,7 +43,7 @@ def no_descriptors():
 
 @pytest.mark.parametrize("missing", [contextlib.nullcontext, no_descriptors])
 def test_more_calls_come_at_once_than_there_is_room_for(tmp_path, missing):
-    """Those that find the queue of rank 0's connections full, or no descriptor, wait for a place."""
+    """Calls that find the queue of rank 0's connections full, or no descriptor, wait for a place."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / SOCKET))
     listener.listen(1)
@@ -107,10 +101,13 @@ def test_a_server_raises_the_limit_of_descriptors():
     """A request may have 64 choices, each with a connection to rank 0, and macOS begins with 256 descriptors."""
     program = """
 import resource
+from mlxdist.serve.http_options import HttpOptions
+from mlxdist.serve.http_server import HttpServer
 from mlxdist.serve.listener import listen
+from mlxdist.serve.rank_zero import RankZero
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-listen("127.0.0.1", 0).close()
+HttpServer(listen("127.0.0.1", 0), HttpOptions(), RankZero())
 most = 10240 if hard == resource.RLIM_INFINITY else min(hard, 10240)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
 """

@@ -95,7 +95,7 @@ def random_question(generator):
 
 
 def content(path, parts):
-    """What an answer says: of one part if it is whole, else of the parts of its stream, together."""
+    """The content of an answer: of one part if it is whole, else of the parts of its stream together."""
     text, calls, reason = "", [], None
     for part in parts:
         for choice in part["choices"]:
@@ -143,7 +143,7 @@ def test_the_questions_are_of_all_kinds(questions):
 
 
 def test_one_process_answers_as_mlx_lm(model, questions):
-    """What the others are compared with: greedy completions and chats, without grammars and calls."""
+    """The others are compared with this: greedy completions and chats, without grammars and calls."""
     loaded, tokenizer = load(str(model))
     compared = 0
     for path, body, (text, *_) in questions():

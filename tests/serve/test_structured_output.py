@@ -373,7 +373,7 @@ def test_tools_with_a_format_of_the_answer(caller):
 
 
 def test_calls_up_to_the_end_of_the_answer_with_a_format(folder):
-    """As Mistral's models write them."""
+    """Mistral's models write them so."""
     inner = PreTrainedTokenizerFast.from_pretrained(folder)
     inner.add_tokens(["[TOOL_CALLS]"])
     calls = TokenizerWrapper(inner, tool_call_start="[TOOL_CALLS]", tool_call_end="", tool_parser=json.loads)

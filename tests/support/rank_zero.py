@@ -29,7 +29,7 @@ REASON = "rank 1 failed first; restart 1 of 3"
 
 
 def said(*events: Any) -> list[Any]:
-    """What a prompt says for rank 0 to send."""
+    """The events that a prompt tells rank 0 to send."""
     return [event if isinstance(event, str) else event.model_dump() for event in events]
 
 
@@ -116,11 +116,11 @@ class _Handler(socketserver.StreamRequestHandler):
         self.server.go.set()
 
     def fail(self) -> None:
-        """As rank 0 does when another rank has died."""
+        """Fails as rank 0 does when another rank has died."""
         self.server.reason = "the server has failed: rank 1 has died"
 
     def die(self) -> None:
-        """As rank 0: it listens no more, and the connection ends."""
+        """Dies as rank 0 does: it listens no more, and the connection ends."""
         self.server.end()
 
 
@@ -197,9 +197,14 @@ class Client:
 
 
 def events_of(text: str) -> list[Any]:
-    """Of a stream, without its comments."""
+    """The events of a stream, without its comments."""
     found = [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]
     return [part if part == "[DONE]" else json.loads(part) for part in found]
+
+
+def message(answered: Any) -> str:
+    """The text of an error."""
+    return answered["error"]["message"]
 
 
 def texts_of(text: str) -> list[str]:
@@ -208,7 +213,7 @@ def texts_of(text: str) -> list[str]:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the peer closes its side, or resets the connection."""
+    """The bytes that come until the peer closes its side, or resets the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(1 << 16):

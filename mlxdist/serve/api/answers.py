@@ -13,7 +13,7 @@ __all__ = ["ApiAnswer", "ChatAnswer", "CompletionAnswer"]
 
 @dataclass
 class Choice:
-    """What is known of a choice, and what no chunk has had."""
+    """The state of a choice: its text so far, and the parts that no chunk has had."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -113,7 +113,7 @@ class ApiAnswer(ABC):
 
     @abstractmethod
     def _body(self, choice: Choice) -> dict[str, Any]:
-        """What the whole answer has of a choice."""
+        """The fields of a choice in the whole answer."""
 
     @abstractmethod
     def _token(self, choice: Choice, token: TokenLogprob) -> Any:

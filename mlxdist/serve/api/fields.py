@@ -81,7 +81,7 @@ class Rule:
 
     @property
     def words(self) -> str:
-        """What the value may be."""
+        """The allowed values, for the table in the docs."""
         raise NotImplementedError
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

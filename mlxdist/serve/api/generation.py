@@ -222,7 +222,7 @@ class Generation(Fields):
 
     @abstractmethod
     def answer(self, request_id: str, created: int) -> ApiAnswer:
-        """What makes the answer. ``created``: seconds since 1970."""
+        """The builder of the answer. ``created``: seconds since 1970."""
 
     @property
     def _max_tokens(self) -> int | None:
