@@ -13,9 +13,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from launching import RANK_SCRIPTS
 from resident_ranks import RanksFailed, ResidentRanks
 
-RANK_SCRIPTS = Path(__file__).parent / "rank_scripts"
 # These scripts leave nothing behind that others would see, so ranks that stay run them: to start Python, MLX and mlx-lm
 # takes longer than most of them. Others end processes, look at what a start does, or count from it.
 RESIDENT = {

@@ -25,16 +25,18 @@ rm -f "$output"/part-* "$output"/SHA256SUMS
 # The versions that pyproject.toml names, and for the rest those of constraints.txt. Without what they need: the machine
 # has most of it, and the nvidia-* packages alone are gigabytes.
 "$python" - "$root" >"$staging/requirements.txt" <<'PYTHON'
-import sys, tomllib
+import re, sys, tomllib
 from pathlib import Path
 
-root = Path(sys.argv[1])
-pyproject = tomllib.loads((root / "pyproject.toml").read_text())
-lines = [*pyproject["build-system"]["requires"], *pyproject["project"]["optional-dependencies"]["lm"]]
-exact = {name: version for name, _, version in (line.partition(";")[0].partition("==") for line in lines)}
-print(f"mlx=={exact['mlx[cpu]']}", f"mlx-cuda-13=={exact['mlx[cpu]']}", sep="\n")
-print(*(f"{name}=={exact[name]}" for name in ("mlx-lm", "nanobind", "scikit-build-core")), sep="\n")
-print("cffi", "pycparser", "click", "rich", "llguidance", sep="\n")
+pyproject = tomllib.loads((Path(sys.argv[1]) / "pyproject.toml").read_text())
+project = pyproject["project"]
+lines = [*pyproject["build-system"]["requires"], *project["dependencies"], *project["optional-dependencies"]["lm"]]
+named = {re.split(r"[^\w.-]", line, maxsplit=1)[0]: line.partition(";")[0] for line in lines}
+mlx = named.pop("mlx").partition("==")[2]
+for there in ("numpy", "tokenizers"):
+    del named[there]
+print(f"mlx=={mlx}", f"mlx-cuda-13=={mlx}", *named.values(), sep="\n")
+print("pycparser", "pydantic-core", "annotated-types", "typing-inspection", "h11", sep="\n")  # that those need
 PYTHON
 platforms=(--platform manylinux2014_x86_64)
 for glibc in 17 24 26 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done

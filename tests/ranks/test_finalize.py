@@ -3,8 +3,7 @@
 import sys
 
 import pytest
-from conftest import RANK_SCRIPTS
-from launching import closing_line, launch
+from launching import RANK_SCRIPTS, closing_line, launch
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])

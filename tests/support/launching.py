@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
+RANK_SCRIPTS = Path(__file__).parents[1] / "rank_scripts"
 LAUNCH = [sys.executable, "-m", "mlxdist", "launch"]
 # One line, so that numbers of lines in tracebacks stay readable. stay(): until something ends the rank; the job is to
 # do that. late(): as that of waiting.py.

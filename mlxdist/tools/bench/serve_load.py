@@ -98,7 +98,7 @@ def ask(port: int, body: dict[str, Any], when: float) -> Answer:
                 raise http.client.HTTPException(f"an event that is not JSON: {error}") from None
             if "error" in found:
                 raise http.client.HTTPException(f"an error event: {found['error']}")
-            answer.tokens = found.get("usage", {}).get("completion_tokens", answer.tokens)
+            answer.tokens = (found.get("usage") or {}).get("completion_tokens", answer.tokens)
             if text := "".join(choice["text"] for choice in found["choices"]):
                 if answer.text:
                     answer.gaps.append(now - last)
