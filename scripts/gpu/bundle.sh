@@ -33,7 +33,7 @@ project = pyproject["project"]
 lines = [*pyproject["build-system"]["requires"], *project["dependencies"], *project["optional-dependencies"]["lm"]]
 named = {re.split(r"[^\w.-]", line, maxsplit=1)[0]: line.partition(";")[0] for line in lines}
 mlx = named.pop("mlx").partition("==")[2]
-for there in ("numpy", "tokenizers"):
+for there in ("cmake", "ninja", "numpy", "tokenizers"):
     del named[there]
 print(f"mlx=={mlx}", f"mlx-cuda-13=={mlx}", *named.values(), sep="\n")
 print("pycparser", "pydantic-core", "annotated-types", "typing-inspection", "h11", sep="\n")  # that those need
