@@ -33,7 +33,8 @@ speculation.py      drafts, which the model checks several at a time
 memory.py           how many tokens of KV caches every rank has memory for
 prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
 quantized_cache.py  KV caches of a few bits in batches
-adapters.py         the adapter of each row of a batch
+row_caches.py       values of the rows of a batch; adapters.py: the adapter of each row
+prompt_logprobs.py  log-probabilities of the tokens of prompts
 snapshot.py         the prefix cache on disk, from one run to the next
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance

@@ -8,21 +8,22 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from .stop_words import AnswerText, Piece
 
-__all__ = ["Answer", "Token"]
+__all__ = ["Answer", "PromptTokens", "Token"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that was sampled for a request.
+    """A token that was sampled for a request, or one of its prompt.
 
     Attributes:
+        logprob: its log-probability; None for the first token of a prompt.
         finish_reason: why the answer ends, on its last token; None on the others.
         top: the most likely tokens with their log-probabilities, the most likely first.
         pieces: the text that this token completes.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     finish_reason: str | None
     top: tuple[tuple[int, float], ...] = ()
     pieces: tuple[Piece, ...] = ()
@@ -31,6 +32,13 @@ class Token:
     def text(self) -> str:
         """The plain text that this token completes, in any section."""
         return "".join(piece.text for piece in self.pieces if piece.section is None)
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """All tokens of a prompt, with log-probabilities."""
+
+    tokens: tuple[Token, ...]
 
 
 class Answer:

@@ -25,6 +25,7 @@ __all__ = [
     "MAX_GRAMMAR",
     "MAX_PROMPT",
     "MAX_STOP_TOKENS",
+    "MAX_TOP_LOGPROBS",
     "ROOM",
     "Admission",
     "Decisions",
@@ -36,13 +37,14 @@ MAX_PROMPT = 1 << 22  # tokens
 MAX_BIASES = 300  # as in OpenAI's API
 MAX_GRAMMAR = 1 << 17  # bytes
 MAX_STOP_TOKENS = 64  # of one request
+MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 MAX_ENDS = 48  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHBB")
-_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?HI? IBHIB")
+_REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?BHI? IBHIB")
 _SEGMENT = struct.Struct("<BI")
 _END = struct.Struct("<II")
 
@@ -60,6 +62,8 @@ class Admission:
         seed: the seed of this request's samples.
         sampling, logits: arguments for mlx-lm's samplers and logits processors.
         logprobs: whether rank 0 reads log-probabilities.
+        prompt_logprobs: the number of likely tokens that come with the log-probability of each token of the prompt;
+            None without log-probabilities of the prompt.
         adapter: the number of its adapter; 0 for none.
         grammar: the grammar of the answer, in llguidance's format; empty for any answer.
         min_tokens: the number of tokens of the answer before which no token that ends it is sampled.
@@ -76,6 +80,7 @@ class Admission:
     sampling: SamplingArguments
     logits: LogitsProcessorArguments
     logprobs: bool = False
+    prompt_logprobs: int | None = None
     adapter: int = 0
     grammar: bytes = b""
     generated: int = 0
@@ -105,7 +110,8 @@ class Admission:
         _, *penalties = astuple(self.logits)
         counts = len(self.prompt), len(self.segments), len(bias), len(self.grammar), len(self.stop_tokens)
         fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties)
-        others = self.logprobs, self.adapter, self.min_tokens, self.ignore_eos
+        scores = 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
+        others = self.logprobs, scores, self.adapter, self.min_tokens, self.ignore_eos
         return b"".join(
             [
                 _REQUEST.pack(*fixed, *others, *counts),
@@ -121,11 +127,12 @@ class Admission:
     @classmethod
     def read(cls, reader: "_Reader") -> "Admission":
         fields = _REQUEST.unpack(reader.take(_REQUEST.size))
-        (number, most, seed, generated, *parameters), others, counts = fields[:-9], fields[-9:-5], fields[-5:]
-        logprobs, adapter, min_tokens, ignore_eos = others
+        (number, most, seed, generated, *parameters), others, counts = fields[:-10], fields[-10:-5], fields[-5:]
+        logprobs, scores, adapter, min_tokens, ignore_eos = others
         prompt, segments, biases, grammar, stop_tokens = counts
         parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
+        _require(scores <= 1 + MAX_TOP_LOGPROBS, "there are too many likely tokens")
         _require(generated < prompt, "an answer has no prompt")
         _require(all(kind < len(SEGMENTS) and length for kind, length in parts), "a segment is none")
         _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
@@ -145,6 +152,7 @@ class Admission:
             SamplingArguments(*parameters[:6]),
             LogitsProcessorArguments(bias or None, *parameters[6:]),
             logprobs,
+            scores - 1 if scores else None,
             adapter,
             reader.take(grammar),
             generated,

@@ -16,8 +16,8 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from pydantic import ValidationError
 
-from .answer import Answer, Token
-from .decisions import MAX_BIASES, MAX_STOP_TOKENS, Admission
+from .answer import Answer, PromptTokens, Token
+from .decisions import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Admission
 from .grammar import grammar_tokenizer
 from .listener import MAX_REQUESTS
 from .log import say
@@ -31,7 +31,9 @@ from .protocol import (
     Admitted,
     Detokenize,
     Failed,
+    Finished,
     Generate,
+    Output,
     Progress,
     Result,
     Status,
@@ -44,8 +46,8 @@ from .token_bytes import TokenBytes
 
 __all__ = ["Endpoint"]
 
-_MAX_TOP_LOGPROBS = 20  # OpenAI's
 _LAST_SECONDS = 2.0  # for what connections still send in the end
+_ECHOED = 512  # tokens of a prompt in a line
 _PLAIN = TextStateMachine()  # of completions, whose text has no sections
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold")
 _LOGITS = ("repetition_{}", "presence_{}", "frequency_{}")
@@ -238,10 +240,22 @@ class Endpoint:
                     )
                 elif isinstance(event, tuple):
                     await _send(writer, Progress(processed=event[0], total=event[1]))
+                elif isinstance(event, PromptTokens):
+                    await self._echo(event, writer)
+                elif call.max_tokens == 0:  # mlx-lm's batches make a token at least, which no one gets
+                    await _send(writer, Finished(finish_reason="length", completion_tokens=0))
+                    return
                 else:
                     await _send(writer, *await output.read(event))
         finally:
             request.cancel()
+
+    async def _echo(self, prompt: PromptTokens, writer: asyncio.StreamWriter) -> None:
+        """Sends the tokens of a prompt, which may be many with twenty others each."""
+        assert self._token_bytes is not None  # it is open
+        for start in range(0, len(prompt.tokens), _ECHOED):
+            tokens = [self._token_bytes.logprob(token) for token in prompt.tokens[start : start + _ECHOED]]
+            await _send(writer, Output(tokens=tokens))
 
     async def _queue(self, call: Generate, adapter: int) -> tuple[Prepared, Request, asyncio.Event]:
         """Queues a request, which sets the event when something has happened to it. Raises Refusal."""
@@ -318,12 +332,13 @@ class Endpoint:
             number=-1,  # until it is admitted
             prompt=prepared.tokens,
             segments=prepared.segments,
-            max_tokens=min(most, self._context - len(prepared.tokens)),
+            max_tokens=min(max(most, 1), self._context - len(prepared.tokens)),
             # Rank 0 draws the seed, because all ranks must sample with the same one.
             seed=secrets.randbits(64) if call.seed is None else call.seed,
             sampling=SamplingArguments(*(given.get(name, getattr(sampling, name)) for name in _SAMPLING)),
             logits=LogitsProcessorArguments(sampling.logit_bias or None, *penalties),
             logprobs=call.top_logprobs is not None,
+            prompt_logprobs=call.prompt_logprobs,
             adapter=adapter,
             grammar=prepared.grammar.encode(),
             min_tokens=call.min_tokens,
@@ -335,8 +350,9 @@ class Endpoint:
         most = self._vocabulary
         if (call.sampling.top_k or 0) >= most:
             raise Refusal(f"top_k must be less than {most}, the size of the vocabulary", param="top_k")
-        if (call.top_logprobs or 0) > min(_MAX_TOP_LOGPROBS, most - 1):
-            raise Refusal(f"top_logprobs must be at most {min(_MAX_TOP_LOGPROBS, most - 1)}", param="top_logprobs")
+        tops, most_tops = max(call.top_logprobs or 0, call.prompt_logprobs or 0), min(MAX_TOP_LOGPROBS, most - 1)
+        if tops > most_tops:
+            raise Refusal(f"top_logprobs must be at most {most_tops}", param="top_logprobs")
         for name, tokens, number in (
             ("logit_bias", call.sampling.logit_bias, MAX_BIASES),
             ("stop_token_ids", call.stop_token_ids, MAX_STOP_TOKENS),
@@ -363,7 +379,7 @@ class Endpoint:
 
 
 async def _events(request: Request, wakes: asyncio.Event) -> Any:
-    """Yields the number of cached tokens, (computed, all) tokens of the prompt, and lists of tokens.
+    """Yields the number of cached tokens, (computed, all) tokens of the prompt, its PromptTokens, and lists of tokens.
 
     Raises:
         Refusal: the answer has ended early.

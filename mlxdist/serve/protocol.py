@@ -106,7 +106,7 @@ class Generate(_Message):
         adapter: the name of an adapter, mlx-lm's field `adapters`; None for that of ``model``.
         tool_choice: "none", "auto", "required", or the name of a function in ``prompt.tools`` that must be called.
         parallel_tool_calls: whether an answer may have several calls.
-        max_tokens: None for the operator's default.
+        max_tokens: None for the operator's default. 0: the answer ends with the prompt.
         min_tokens: the number of tokens before which nothing ends the answer.
         ignore_eos: whether the tokens that end an answer are tokens like others.
         stop: stop words.
@@ -114,6 +114,7 @@ class Generate(_Message):
         include_stop: whether the stop word is a part of the answer.
         seed: None: rank 0 draws one.
         top_logprobs: the number of likely tokens that come with each token; None: no logprobs.
+        prompt_logprobs: as ``top_logprobs``, for the tokens of the prompt, which come before those of the answer.
         priority: vLLM's; the least is served first.
         wants_prompt: whether :class:`Admitted` has the text of the prompt.
     """
@@ -133,6 +134,7 @@ class Generate(_Message):
     seed: int | None = None
     sampling: Sampling = Sampling()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     priority: int = 0
     wants_prompt: bool = False
@@ -173,12 +175,17 @@ class ToolCall(_Message):
 
 
 class TokenLogprob(_Message):
-    """A token of an answer. ``text``, ``bytes``: what it stands for; the text has U+FFFD where it is none by itself."""
+    """A token of an answer or of its prompt.
+
+    Attributes:
+        text, bytes: what it stands for; the text has U+FFFD where it is none by itself.
+        logprob: None for the first token of a prompt.
+    """
 
     id: int
     text: str
     bytes: list[int]
-    logprob: float
+    logprob: float | None
     top: list["TokenLogprob"] = []
 
 
@@ -206,7 +213,7 @@ class Output(_Message):
     Attributes:
         content, reasoning: text.
         tool_calls: complete calls of tools.
-        tokens: with logprobs, the tokens that are decided, each once.
+        tokens: with logprobs, the tokens that are decided, each once; first those of the prompt, if they are wanted.
         completion_tokens: the number of tokens of the answer so far.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .answer import Answer, Token
+from .answer import Answer, PromptTokens, Token
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, ROOM, Admission, Decisions
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
@@ -36,7 +36,8 @@ class Request:
     Attributes:
         answer: the text of its answer, and where that ends.
         events: a queue for the thread that answers: cached tokens of the prompt, once admitted; (computed, all) tokens
-            of its prompt; Tokens up to one with a finish_reason; or a Refusal, which is the last event.
+            of its prompt; its PromptTokens, if it asks for them; Tokens up to one with a finish_reason; or a Refusal,
+            which is the last event.
         wake: called after events were put into the queue, by the thread that has put them.
         order: its place in the queue, the least first. It does not change while a request waits: a later request
             overtakes it only within a minute for each level of priority between them.
@@ -66,8 +67,9 @@ class Request:
         self.arrived = self.queued if arrived is None else arrived
         self.order = self.queued + priority * _LEVEL
         self.deadline = self.arrived + timeout
-        self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
+        self.events: SimpleQueue[int | tuple[int, int] | PromptTokens | Token | Refusal] = SimpleQueue()
         self.cached: int | None = None  # tokens of the prompt that the prefix cache had; None until it is admitted
+        self._scored: list[Token] = []  # tokens of the prompt, until there are all
         self.generated: list[int] = []  # tokens, those that wait in its answer included
         self.begun = 0.0  # when it first got a place in the batch
         self.first = self.last = 0.0  # when the first and the last token came
@@ -90,8 +92,17 @@ class Request:
         made = len(self.generated) if self.answer.length is None else self.answer.length
         return len(self._asked.prompt) + made
 
+    def add_scored(self, tokens: Sequence[Token]) -> None:
+        """Adds the next tokens of the prompt with log-probabilities."""
+        self._scored += tokens
+        if len(self._scored) == len(self._asked.prompt):
+            self.events.put(PromptTokens(tuple(self._scored)))
+            self._asked = replace(self._asked, prompt_logprobs=None)  # also when it is admitted again
+            self.admission = replace(self.admission, prompt_logprobs=None)
+
     def preempt(self) -> None:
         """Appends the answer so far to the prompt, so that the request can be admitted again and continue there."""
+        self._scored.clear()  # a part of the prompt is computed again from its beginning
         asked, made = self._asked, len(self.generated)
         if made:
             self.admission = replace(
@@ -209,6 +220,9 @@ class Scheduler:
             request.cached = cached
             request.events.put(cached)
             self._metrics.admitted(request.begun - request.queued, len(request.admission.prompt), cached)
+        for number, tokens in outcome.prompt_logprobs.items():
+            request = woken[number] = self._running[number]
+            request.add_scored(tokens)
         for response in outcome.prefill:
             request = woken[response.uid] = self._running[response.uid]
             request.events.put(response.progress)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, dynamic_roll, make_prompt_ca
 
 from mlxdist.base.errors import InvalidArgument
 
-from .adapters import AdapterCache
+from .row_caches import of_layers
 from .sampling import SeededSampler
 
 __all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
@@ -30,11 +30,11 @@ class DraftedModel:
     """
 
     def __init__(self, model: nn.Module, draft_model: nn.Module) -> None:
-        self.model, self._draft_model = model, draft_model
+        self.model, self.draft_model = model, draft_model
         self._layers = len(make_prompt_cache(draft_model))
 
     def make_cache(self) -> list[Any]:
-        return [*make_prompt_cache(self._draft_model), *make_prompt_cache(self.model)]
+        return [*make_prompt_cache(self.draft_model), *make_prompt_cache(self.model)]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the model.
@@ -44,7 +44,7 @@ class DraftedModel:
         """
         drafts = self.draft(tokens, cache)
         logits = self.target(self.after_draft(tokens, cache), cache)
-        if drafts.shape != logits.shape:
+        if drafts.shape[-1] != logits.shape[-1]:
             vocabularies = f"{drafts.shape[-1]} tokens, and the model for {logits.shape[-1]}"
             raise InvalidArgument(f"serve: the draft model has logits for {vocabularies}")
         return logits
@@ -55,7 +55,7 @@ class DraftedModel:
 
     def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the draft model, without a call of the model."""
-        return self._draft_model(tokens, cache=cache[: self._layers])
+        return self.draft_model(tokens, cache=cache[: self._layers])
 
     def after_draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """``tokens`` with a dependency on the draft model's cache, so that all ranks compute that first.
@@ -282,5 +282,5 @@ def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int)
 
 def _flat(cache: list[Any]) -> list[Any]:
     """The caches that have keys and values."""
-    lists = [each.caches if isinstance(each, CacheList) else [each] for each in cache]
-    return [layer for layers in lists for layer in layers if not isinstance(layer, AdapterCache)]
+    lists = [each.caches if isinstance(each, CacheList) else [each] for each in of_layers(cache)]
+    return [layer for layers in lists for layer in layers]

@@ -29,7 +29,7 @@ class TokenBytes:
         top = [self._one(*each) for each in token.top]
         return self._one(token.token, token.logprob).model_copy(update={"top": top})
 
-    def _one(self, token: int, logprob: float) -> TokenLogprob:
+    def _one(self, token: int, logprob: float | None) -> TokenLogprob:
         data = self.of(token)
         return TokenLogprob(id=token, text=data.decode(errors="replace"), bytes=list(data), logprob=logprob)
 

@@ -22,12 +22,15 @@ from mlxdist.nn.models.pipeline_batch_generator import PipelineBatchGenerator
 from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.pipeline_parallel.stage import stage_of
 
-from .adapters import AdaptedModel, adapter_of, prompt_cache
+from .adapters import AdaptedModel, AdapterCache
+from .answer import Token
 from .decisions import Admission, Decisions
 from .grammar import GrammarProcessor, grammar_tokenizer
 from .memory import UNLIMITED, reserved
 from .prefix_cache import PrefixCache
+from .prompt_logprobs import PromptLogprobs, ScoredModel, ScoresCache
 from .quantized_cache import are_quantized
+from .row_caches import of_layers, of_rows
 from .sampling import MinTokens, sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
@@ -69,6 +72,7 @@ class Outcome:
     Attributes:
         cached: for each admitted request, the number of tokens of its prompt that were in the prefix cache.
         prefill: mlx-lm's responses for prompts.
+        prompt_logprobs: for requests that ask for it, the next tokens of their prompt with log-probabilities.
         tokens: mlx-lm's responses for requests that generate; with drafts, a request may have several.
         drafted, accepted: the number of drafts that the model has computed, and of those that it would have sampled.
         failed: for requests whose answer ended without matching their grammar, the reason.
@@ -76,6 +80,7 @@ class Outcome:
 
     cached: dict[int, int] = field(default_factory=dict)
     prefill: list[Any] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[Token]] = field(default_factory=dict)
     tokens: list[Any] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -89,13 +94,17 @@ class _Running:
     Attributes:
         kinds: the kinds of its segments that are not computed yet, the last first.
         needs: the maximum number of tokens of its KV cache, at its end.
+        adapter: the number of its adapter.
         logprobs: whether rank 0 reads log-probabilities.
+        scores: the log-probabilities of its prompt, or None.
         grammar: the processor for the grammar of its answer, or None.
     """
 
     kinds: list[str]
     needs: int
+    adapter: int
     logprobs: bool
+    scores: PromptLogprobs | None
     grammar: GrammarProcessor | None
 
 
@@ -113,12 +122,13 @@ class Worker:
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
         if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
             raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
-        self._model, self._tokenizer = model, tokenizer
+        self._tokenizer = tokenizer
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         self._sharded = model if isinstance(model, VocabParallelModel) else None
+        self._model = _scored(model)
         self._drafts = limits.num_draft_tokens
         # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
-        stage = stage_of(model)
+        stage = stage_of(self._model)
         self._batches = 1 if stage is None else stage.stages
         file = source_of(_innermost(model))
         places = 1 if file in REQUESTS_ALONE else limits.decode_concurrency
@@ -146,7 +156,7 @@ class Worker:
         generator = self._new_generator(prefill_step_size=2)
         rows = [row for row in ((1, 8, 0), (5, 6, 1), (7, 2, 1)) for _ in range(self._batches)]  # one in each batch
         prompts, most, adapters = zip(*rows)
-        caches = [prompt_cache(self._model, adapter) for adapter in adapters]
+        caches = [self._prompt_cache(adapter) for adapter in adapters]
         generator.insert([[0] * length for length in prompts], max_tokens=list(most), caches=caches)
         vocabulary = 0
         try:
@@ -195,6 +205,8 @@ class Worker:
                 # "Full" in the step in which a first token is due keeps a long prompt from delaying that token.
                 self._generator.completion_batch_size = 0 if self._first_is_due else self._places
             outcome.prefill, outcome.tokens = self._generator.next()
+            taken = ((uid, each.scores.take()) for uid, each in self._running.items() if each.scores is not None)
+            outcome.prompt_logprobs = {uid: tokens for uid, tokens in taken if tokens}
             self._gather_logprobs(outcome.tokens)
             self._first_is_due = any(response.end_of_prompt for response in outcome.prefill)
             self._keep(outcome)
@@ -211,8 +223,7 @@ class Worker:
         word, because the requests, or longer ones, may come again."""
         kept = {number: tokens for number, tokens in requests if number in self._running}
         computed = self._generator.remove(kept.keys() - self._finished.keys(), return_prompt_caches=True)
-        for number in kept:
-            del self._running[number]
+        adapters = {number: self._running.pop(number).adapter for number in kept}
         self._make_room()
         for number, most in kept.items():
             cache, tokens = self._finished.pop(number, None) or computed[number]
@@ -220,7 +231,7 @@ class Worker:
                 trim_prompt_cache(cache, len(tokens) - most)
                 tokens = tokens[:most]
             if 0 < len(tokens) <= most:  # others end with a stop word, and have sliding windows or recurrent states
-                self._insert(tokens, cache, "assistant")
+                self._insert(tokens, cache, "assistant", adapters[number])
 
     def _gather_logprobs(self, responses: list[Any]) -> None:
         """Gathers the log-probabilities that clients have requested. Collective."""
@@ -239,7 +250,10 @@ class Worker:
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
         # mlx-lm's prompt cache has a key for the model. Here it is the adapter, which changes the keys and values.
-        cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
+        cache, rest = None, prompt
+        scores = None if request.prompt_logprobs is None else PromptLogprobs(prompt, request.prompt_logprobs)
+        if scores is None:  # the logits of what is cached are not kept
+            cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
         if not rest:  # the last token is computed in any case: its logits are not kept
             cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt[:-1])
             rest = [*rest, prompt[-1]]
@@ -266,7 +280,7 @@ class Worker:
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
-            caches=[cache or prompt_cache(self._model, request.adapter)],
+            caches=[self._prompt_cache(request.adapter, scores, cache)],
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
@@ -274,9 +288,21 @@ class Worker:
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
-        self._running[uid] = _Running(kinds[::-1], request.tokens, request.logprobs, grammar)
+        self._running[uid] = _Running(kinds[::-1], request.tokens, request.adapter, request.logprobs, scores, grammar)
         self._make_room()
         return cached
+
+    def _prompt_cache(
+        self, adapter: int, scores: PromptLogprobs | None = None, layers: list[Any] | None = None
+    ) -> list[Any]:
+        """A prompt cache of a request. ``layers``: from the prefix cache; None for empty ones."""
+        made = make_prompt_cache(self._model)
+        for each in of_rows(made):
+            if isinstance(each, AdapterCache):
+                each.rows = [adapter]
+            elif isinstance(each, ScoresCache):
+                each.rows = [scores]
+        return made if layers is None else [*layers, *of_rows(made)]
 
     def _grammar_of(self, request: Admission, prompt: int) -> GrammarProcessor | None:
         if not request.grammar:
@@ -296,18 +322,19 @@ class Worker:
             if response.end_of_segment and not response.end_of_prompt and self._running[response.uid].kinds
         ]
         for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
-            self._insert(tokens, cache, self._running[uid].kinds.pop())
+            self._insert(tokens, cache, self._running[uid].kinds.pop(), self._running[uid].adapter)
         for response in [response for response in outcome.tokens if response.finish_reason is not None]:
             grammar = self._running[response.uid].grammar
             has_ended = response.token in self._tokenizer.eos_token_ids
             if grammar and has_ended and (reason := grammar.failure(response.all_tokens)):
                 outcome.failed[response.uid] = reason
-            _evaluate(response.prompt_cache)
+            _evaluate(of_layers(response.prompt_cache))
             self._finished[response.uid] = response.prompt_cache, response.all_tokens
 
-    def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
-        _evaluate(cache)
-        self.cache.insert_cache(adapter_of(cache), tokens[:], cache, cache_type=kind)
+    def _insert(self, tokens: list[int], cache: list[Any], kind: str, adapter: int) -> None:
+        layers = of_layers(cache)
+        _evaluate(layers)
+        self.cache.insert_cache(adapter, tokens[:], layers, cache_type=kind)
 
 
 def _evaluate(cache: list[Any]) -> None:
@@ -315,8 +342,15 @@ def _evaluate(cache: list[Any]) -> None:
     mx.async_eval([each.state for each in cache])
 
 
+def _scored(model: Any) -> Any:
+    """A model that can make log-probabilities of prompts, of a draft model and a model those of the second."""
+    if isinstance(model, DraftedModel):
+        return DraftedModel(ScoredModel(model.model), model.draft_model)
+    return ScoredModel(model, model.gathered if isinstance(model, VocabParallelModel) else None)
+
+
 def _innermost(model: Any) -> nn.Module:
     """mlx-lm's model inside its wrappers."""
-    while isinstance(model, AdaptedModel | DraftedModel | SplitModel | VocabParallelModel):
+    while isinstance(model, AdaptedModel | DraftedModel | ScoredModel | SplitModel | VocabParallelModel):
         model = model.model
     return model

@@ -276,3 +276,21 @@ def test_the_list_of_models_has_the_model_and_its_adapters():
     with pytest.raises(Refusal) as caught:
         model_object("gpt-4", ["org/qwen"], ["sql"], 1)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_an_echo_with_logprobs_begins_with_a_token_that_has_none():
+    answer = completion(echo=True, logprobs=1, max_tokens=0)
+    first = TokenLogprob(id=1, text="On", bytes=list(b"On"), logprob=None)
+    second = TokenLogprob(id=2, text="ce", bytes=list(b"ce"), logprob=-3.0, top=[token("x", logprob=-0.5)])
+    events = admitted(text="Once"), Output(tokens=[first]), Output(tokens=[second])
+    assert run(answer, *events) == []  # nothing is sent before there is a part of the answer
+    chunks = run(answer, finished("length", 0))
+    (choice,) = answer.whole()["choices"]
+    assert chunks[0]["choices"] == [choice] and (choice["text"], choice["finish_reason"]) == ("Once", "length")
+    assert choice["logprobs"] == {
+        "tokens": ["On", "ce"],
+        "token_ids": [1, 2],
+        "token_logprobs": [None, -3.0],
+        "top_logprobs": [None, {"x": -0.5, "ce": -3.0}],
+        "text_offset": [0, 2],
+    }

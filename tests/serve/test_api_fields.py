@@ -177,7 +177,7 @@ def test_numbers_are_taken_with_and_without_a_point(kind):
         ("temperature", 10**400, "temperature must be a number from 0 to 100"),
         ("temperature", 1e-5, "temperature must be 0 or at least 0.0001"),
         ("max_tokens", 1.5, "max_tokens must be an integer"),
-        ("max_tokens", 0, "max_tokens must be an integer from 1 to 2**31 - 1"),
+        ("n_predict", 0, "n_predict must be an integer from 1 to 2**31 - 1"),
         ("stream", 1, "stream must be true or false"),
         ("stream", "true", "stream must be true or false"),
         ("model", 7, "model must be a string"),
@@ -591,9 +591,18 @@ def test_logprobs_beyond_the_api_are_refused(kind, name, value):
     assert refusal(kind, top_logprobs=21)[1] == "top_logprobs"
 
 
-def test_echo_asks_for_the_prompt_and_excludes_logprobs():
-    assert calls(CompletionRequest, echo=True)[0].wants_prompt
-    assert refusal(CompletionRequest, echo=True, logprobs=0)[1] == "echo"
+@pytest.mark.parametrize("logprobs, tops", [(None, None), (-1, None), (0, 0), (5, 5), (True, 0)])
+def test_echo_asks_for_the_prompt_and_with_logprobs_for_those_of_its_tokens(logprobs, tops):
+    call = calls(CompletionRequest, echo=True, logprobs=logprobs)[0]
+    assert call.wants_prompt and call.prompt_logprobs == call.top_logprobs == tops
+    assert calls(CompletionRequest, logprobs=logprobs)[0].prompt_logprobs is None
+
+
+def test_no_tokens_are_for_an_echo_alone():
+    assert calls(CompletionRequest, echo=True, max_tokens=0)[0].max_tokens == 0
+    for kind, fields in ((CompletionRequest, {}), (ChatRequest, {}), (CompletionRequest, {"echo": False})):
+        text, param = refusal(kind, max_tokens=0, **fields)
+        assert text.startswith("max_tokens must be an integer from 1") and param == "max_tokens"
 
 
 def test_tokenize_takes_a_text_or_a_chat():

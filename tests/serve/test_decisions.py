@@ -18,6 +18,7 @@ from mlxdist.serve.decisions import (
     MAX_ENDS,
     MAX_GRAMMAR,
     MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
     ROOM,
     Admission,
     Decisions,
@@ -38,7 +39,8 @@ def admissions(draw):
     prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
     generated = draw(st.integers(0, size - 1))
-    more = draw(st.booleans()), draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
+    scores = draw(st.none() | st.integers(0, MAX_TOP_LOGPROBS))
+    more = draw(st.booleans()), scores, draw(st.integers(0, MAX_ADAPTERS)), draw(st.binary(max_size=9))
     ends = draw(UINT32), draw(st.booleans()), draw(st.lists(UINT32, max_size=MAX_STOP_TOKENS))
     return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), *more, generated, *ends)
 

@@ -205,8 +205,10 @@ class CompletionAnswer(ApiAnswer):
     def _token(self, choice: Choice, token: TokenLogprob) -> Any:
         offset = choice.offset
         choice.offset += len(choice.decoder.decode(bytes(token.bytes)))
+        if token.logprob is None:  # the first one of a prompt
+            return token, offset, None
         tops = {each.text: each.logprob for each in reversed(token.top)}  # of equal texts, the most likely one
-        return token, offset, tops | {token.text: max(token.logprob, tops.get(token.text, token.logprob))}
+        return token, offset, tops | {token.text: tops.get(token.text, token.logprob)}
 
     def _logprobs(self, tokens: list[Any]) -> dict[str, Any] | None:
         if not tokens:

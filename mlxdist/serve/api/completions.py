@@ -45,21 +45,25 @@ class CompletionRequest(Generation):
     logprobs: Annotated[
         int | bool | None, Checked(_logprobs, f"0 to {MAX_TOPS}; mlx-lm's `true`: with `top_logprobs` of them")
     ] = None
-    echo: bool = Field(False, description="the prompt before the answer, without `logprobs`")
+    max_tokens: Annotated[int | None, Integer(0, (1 << 31) - 1, off={-1: None})] = Field(
+        None, description="of the answer, by default the operator's; 0: with `echo`, the prompt alone"
+    )
+    echo: bool = Field(False, description="the prompt before the answer; with `logprobs`, also those of the prompt")
     add_special_tokens: bool = Field(True, description="vLLM's: what the tokenizer puts before and after a text")
     suffix: Annotated[Any, Only(("",))] = None
 
     @model_validator(mode="after")
     def _echoes(self) -> "CompletionRequest":
-        if self.echo and self._tops is not None:
-            raise Refusal("echo is not served with logprobs; leave one of them out", param="echo")
+        if self._max_tokens == 0 and not self.echo:
+            raise Refusal("max_tokens must be an integer from 1; 0 is for echo", param="max_tokens")
         return self
 
     def calls(self) -> list[Generate]:
         """A call for each choice: n of the first prompt, n of the second, and so on."""
         special = {"add_special_tokens": self.add_special_tokens}
         prompts = [prompt.model_copy(update=special) for prompt in self.prompt]
-        return list(self._calls(prompts, self._tops, wants_prompt=self.echo))
+        echoed = self._tops if self.echo else None
+        return list(self._calls(prompts, self._tops, wants_prompt=self.echo, prompt_logprobs=echoed))
 
     def answer(self, request_id: str, created: int) -> ApiAnswer:
         options = self.stream_options.include_usage

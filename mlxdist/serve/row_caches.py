@@ -1,0 +1,67 @@
+"""Entries of mlx-lm's prompt caches that have a value for each row of a batch, and no keys and values.
+
+mlx-lm's batches join, split and keep prompt caches, and thereby the values of their rows. A model that wraps mlx-lm's
+reads its entry in each call.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from mlx_lm.models.cache import _BaseCache
+
+__all__ = ["RowCache", "of_layers", "of_rows"]
+
+
+class RowCache(_BaseCache):
+    """The values of the rows, ``rows``; with the methods for mlx-lm's batches.
+
+    Attributes:
+        none: the value of a request that does not say.
+    """
+
+    none: ClassVar[Any] = None
+
+    def __init__(self, rows: Sequence[Any] = ()) -> None:
+        self.rows = list(rows) or [self.none]
+
+    @classmethod
+    def merge(cls, caches: Sequence[Self]) -> Self:
+        return cls([row for cache in caches for row in cache.rows])
+
+    def extend(self, other: Self) -> None:
+        self.rows += other.rows
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in batch_indices]
+
+    def extract(self, idx: int) -> Self:
+        return type(self)([self.rows[idx]])
+
+    def prepare(self, **keywords: Any) -> None:
+        """Does nothing: this cache has no axis of tokens that prompts would be padded on."""
+
+    def finalize(self) -> None:
+        """Does nothing; see :meth:`prepare`."""
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        return n
+
+    def empty(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def of_layers(cache: Sequence[Any]) -> list[Any]:
+    """The entries with keys and values, which the prefix cache keeps."""
+    return [each for each in cache if not isinstance(each, RowCache)]
+
+
+def of_rows(cache: Sequence[Any]) -> list[RowCache]:
+    """The entries with values of rows, which are behind those with keys and values."""
+    return [each for each in cache if isinstance(each, RowCache)]
