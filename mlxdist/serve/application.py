@@ -37,7 +37,7 @@ from .http_options import HttpOptions
 from .listener import MAX_BODY, MAX_REQUESTS
 from .log import RequestRecord
 from .metrics import CONTENT_TYPE, HttpMetrics
-from .protocol import Admitted, Event, Finished, Generate, Progress
+from .protocol import Admitted, Event, Failed, Finished, Generate, Progress, Result
 from .rank_zero import RankZero
 from .refusal import Refusal
 
@@ -274,9 +274,9 @@ async def _unless_gone(receive: Receive, wanted: Coroutine[Any, Any, _Result]) -
 
 
 async def _events(rank_zero: RankZero, calls: list[Generate]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all calls, with the number of the call, from when all calls are admitted.
+    """Events of all calls, with the number of the choice, from when all choices are admitted.
 
-    Events that come before that are kept: a call may wait until another has ended. If one is refused, the others are
+    Events that come before that are kept: a choice may wait until another has ended. If one is refused, the others are
     cancelled.
 
     Raises:
@@ -284,26 +284,27 @@ async def _events(rank_zero: RankZero, calls: list[Generate]) -> AsyncGenerator[
     """
     queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(1)
 
-    async def pass_on(choice: int, call: Generate) -> None:
+    async def pass_on(first: int, call: Generate) -> None:
         try:
             async with contextlib.aclosing(rank_zero.generate(call)) as events:
                 async for event in events:
-                    await queue.put((choice, event))
+                    assert not isinstance(event, Failed | Result)  # of an answer
+                    await queue.put((first + event.choice, event))
         except Exception as error:  # whatever it is: the request must not wait for more
-            await queue.put((choice, error))
+            await queue.put((first, error))
 
-    tasks = [asyncio.create_task(pass_on(choice, call)) for choice, call in enumerate(calls)]
+    tasks = [asyncio.create_task(pass_on(prompt * call.n, call)) for prompt, call in enumerate(calls)]
     kept: list[tuple[int, Event]] = []
-    admitted = finished = 0
+    choices, admitted, finished = sum(call.n for call in calls), 0, 0
     try:
-        while finished < len(calls):
+        while finished < choices:
             choice, event = await queue.get()
             if isinstance(event, Exception):
                 raise event
             admitted += isinstance(event, Admitted)
             finished += isinstance(event, Finished)
             kept.append((choice, event))
-            if admitted == len(calls):
+            if admitted == choices:
                 for each in kept:
                     yield each
                 kept.clear()

@@ -50,6 +50,7 @@ _LAST_SECONDS = 2.0  # for what connections still send in the end
 _ECHOED = 512  # tokens of a prompt in a line
 _PLAIN = TextStateMachine()  # of completions, whose text has no sections
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold")
+_Queued = tuple[Request, asyncio.Event]
 _LOGITS = ("repetition_{}", "presence_{}", "frequency_{}")
 
 
@@ -229,65 +230,87 @@ class Endpoint:
         return name or self._served[0], 0 if name is None else 1 + self._adapters.index(name)
 
     async def _generate(self, call: Generate, model: str, adapter: int, writer: asyncio.StreamWriter) -> None:
-        prepared, request, wakes = await self._queue(call, adapter)
+        requests: list[_Queued] = []
         try:
-            output = self._output(call, prepared, request.answer)
-            async for event in _events(request, wakes):
-                if isinstance(event, int):
-                    prompt, text = len(prepared.tokens), prepared.prompt_text
-                    await _send(
-                        writer, Admitted(model=model, prompt_tokens=prompt, cached_tokens=event, prompt_text=text)
-                    )
-                elif isinstance(event, tuple):
-                    await _send(writer, Progress(processed=event[0], total=event[1]))
-                elif isinstance(event, PromptTokens):
-                    await self._echo(event, writer)
-                elif call.max_tokens == 0:  # mlx-lm's batches make a token at least, which no one gets
-                    await _send(writer, Finished(finish_reason="length", completion_tokens=0))
-                    return
-                else:
-                    await _send(writer, *await output.read(event))
+            prepared = await self._begin_choices(call, adapter, requests)
+            async with asyncio.TaskGroup() as choices:
+                for choice, queued in enumerate(requests):
+                    choices.create_task(self._send_choice(call, prepared, model, choice, queued, writer))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
         finally:
-            request.cancel()
+            for request, _ in requests:
+                request.cancel()
 
-    async def _echo(self, prompt: PromptTokens, writer: asyncio.StreamWriter) -> None:
+    async def _begin_choices(self, call: Generate, adapter: int, requests: list[_Queued]) -> Prepared:
+        """Queues a request for each choice, and adds it to ``requests``. Raises Refusal."""
+        arrived = time.monotonic()
+        try:
+            prepared = await self._prepared(call)
+            for choice in range(call.n):
+                requests.append(self._queue(call, prepared, adapter, choice, arrived))
+        except Refusal as refusal:
+            self.metrics.ended("timeout" if refusal.status == 504 else "refused")
+            raise
+        return prepared
+
+    async def _send_choice(
+        self, call: Generate, prepared: Prepared, model: str, choice: int, queued: _Queued, writer: asyncio.StreamWriter
+    ) -> None:
+        """Sends the events of a choice."""
+        request, wakes = queued
+        output = self._output(call, prepared, request.answer, choice)
+        async for event in _events(request, wakes):
+            if isinstance(event, int):
+                admitted = Admitted(
+                    choice=choice,
+                    model=model,
+                    prompt_tokens=len(prepared.tokens),
+                    cached_tokens=event,
+                    prompt_text=prepared.prompt_text,
+                )
+                await _send(writer, admitted)
+            elif isinstance(event, tuple):
+                await _send(writer, Progress(choice=choice, processed=event[0], total=event[1]))
+            elif isinstance(event, PromptTokens):
+                await self._echo(event, choice, writer)
+            elif call.max_tokens == 0:  # mlx-lm's batches make a token at least, which no one gets
+                await _send(writer, Finished(choice=choice, finish_reason="length", completion_tokens=0))
+                return
+            else:
+                await _send(writer, *await output.read(event))
+
+    async def _echo(self, prompt: PromptTokens, choice: int, writer: asyncio.StreamWriter) -> None:
         """Sends the tokens of a prompt, which may be many with twenty others each."""
         assert self._token_bytes is not None  # it is open
         for start in range(0, len(prompt.tokens), _ECHOED):
             tokens = [self._token_bytes.logprob(token) for token in prompt.tokens[start : start + _ECHOED]]
-            await _send(writer, Output(tokens=tokens))
+            await _send(writer, Output(choice=choice, tokens=tokens))
 
-    async def _queue(self, call: Generate, adapter: int) -> tuple[Prepared, Request, asyncio.Event]:
+    def _queue(self, call: Generate, prepared: Prepared, adapter: int, choice: int, arrived: float) -> _Queued:
         """Queues a request, which sets the event when something has happened to it. Raises Refusal."""
         assert self.scheduler is not None  # it is open
-        arrived = time.monotonic()
-        try:
-            prepared = await self._prepared(call)
-            admission = self._admission(call, prepared, adapter)
-            wakes = asyncio.Event()
-            request = Request(
-                admission,
-                Answer(
-                    self._tokenizer.detokenizer,
-                    self._machine_of(call, prepared),
-                    prepared.section,
-                    call.stop,
-                    call.include_stop,
-                    self._tokenizer.eos_token_ids,
-                    call.stop_token_ids,
-                    call.min_tokens,
-                ),
-                timeout=self._timeout,
-                priority=call.priority,
-                top_logprobs=call.top_logprobs,
-                wake=lambda: self._wake(wakes),
-                arrived=arrived,
-            )
-            self.scheduler.submit(request)
-        except Refusal as refusal:
-            self.metrics.ended("timeout" if refusal.status == 504 else "refused")
-            raise
-        return prepared, request, wakes
+        wakes = asyncio.Event()
+        request = Request(
+            self._admission(call, prepared, adapter, choice),
+            Answer(
+                self._tokenizer.detokenizer,
+                self._machine_of(call, prepared),
+                prepared.section,
+                call.stop,
+                call.include_stop,
+                self._tokenizer.eos_token_ids,
+                call.stop_token_ids,
+                call.min_tokens,
+            ),
+            timeout=self._timeout,
+            priority=call.priority,
+            top_logprobs=call.top_logprobs,
+            wake=lambda: self._wake(wakes),
+            arrived=arrived,
+        )
+        self.scheduler.submit(request)
+        return request, wakes
 
     def _machine_of(self, call: Generate, prepared: Prepared) -> TextStateMachine:
         """mlx-lm's machine for the sections that an answer has."""
@@ -303,16 +326,16 @@ class Endpoint:
         except TimeoutError:  # it has waited for a process
             raise Refusal(LATE, 504) from None
 
-    def _output(self, call: Generate, prepared: Prepared, answer: Answer) -> OutputBuilder:
+    def _output(self, call: Generate, prepared: Prepared, answer: Answer, choice: int) -> OutputBuilder:
         async def parse(text: str) -> list[ToolCall] | None:
             return await self._pool.parse_calls(text, call.prompt.tools, prepared.calls, call.tool_choice)
 
         assert self._token_bytes is not None  # it is open
         logprob = None if call.top_logprobs is None else self._token_bytes.logprob
         parts = prepared.section, prepared.calls, prepared.parses_tools, call.parallel_tool_calls
-        return OutputBuilder(answer, *parts, parse, logprob, has_grammar=bool(prepared.grammar))
+        return OutputBuilder(answer, *parts, parse, logprob, has_grammar=bool(prepared.grammar), choice=choice)
 
-    def _admission(self, call: Generate, prepared: Prepared, adapter: int) -> Admission:
+    def _admission(self, call: Generate, prepared: Prepared, adapter: int, choice: int) -> Admission:
         """The request as the ranks get it. Raises Refusal: a number is beyond the vocabulary."""
         self._check_tokens(call)
         ends = [name for name in ("stop_token_ids", "ignore_eos", "min_tokens") if getattr(call, name)]
@@ -334,7 +357,7 @@ class Endpoint:
             segments=prepared.segments,
             max_tokens=min(max(most, 1), self._context - len(prepared.tokens)),
             # Rank 0 draws the seed, because all ranks must sample with the same one.
-            seed=secrets.randbits(64) if call.seed is None else call.seed,
+            seed=secrets.randbits(64) if call.seed is None else (call.seed + choice) % (1 << 64),
             sampling=SamplingArguments(*(given.get(name, getattr(sampling, name)) for name in _SAMPLING)),
             logits=LogitsProcessorArguments(sampling.logit_bias or None, *penalties),
             logprobs=call.top_logprobs is not None,

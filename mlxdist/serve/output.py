@@ -26,6 +26,7 @@ class OutputBuilder:
         has_grammar: whether a grammar describes the content: what looks like a control sequence in it is text.
         parse: makes the calls of a text; None if it is no call.
         logprob: makes the log-probabilities of a token; None without them.
+        choice: the number of the answer in its call.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class OutputBuilder:
         parse: _Parse,
         logprob: Callable[[Token], TokenLogprob] | None,
         has_grammar: bool = False,
+        choice: int = 0,
     ) -> None:
         self._answer, self._section, self._calls = answer, section, calls
         self._parses_tools, self._parallel, self._parse, self._logprob = parses_tools, parallel, parse, logprob
-        self._has_grammar = has_grammar
+        self._has_grammar, self._choice = has_grammar, choice
         self._has_content = False  # more than spaces
         self._content = self._reasoning = ""  # of the event that is being made
         self._tool_calls: list[ToolCall] = []
@@ -68,6 +70,7 @@ class OutputBuilder:
         if self._content or self._reasoning or self._tool_calls or logprobs:
             events.append(
                 Output(
+                    choice=self._choice,
                     content=self._content,
                     reasoning=self._reasoning,
                     tool_calls=self._tool_calls,
@@ -147,6 +150,7 @@ class OutputBuilder:
         has_called = self._has_called and self._calls != "arguments"  # OpenAI says "stop" where the request names it
         ended: Any = "tool_calls" if reason == "stop" and has_called else reason
         return Finished(
+            choice=self._choice,
             finish_reason=ended,
             completion_tokens=self._tokens,
             stop_reason=word if word is not None else token if token in self._answer.stop_tokens else None,

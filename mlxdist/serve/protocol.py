@@ -1,8 +1,8 @@
 """The protocol between the application of HTTP and rank 0: what a client asks for, in types, and what comes back.
 
-Each request has a connection of its own, a Unix domain socket or a pair of sockets. The application sends one line of
-JSON, a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each, of which :class:`Result`,
-:class:`Finished` or :class:`Failed` is the last. To close the connection is to cancel the request.
+Each call has a connection of its own, a Unix domain socket or a pair of sockets. The application sends one line of JSON,
+a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each, of which :class:`Result`, :class:`Failed` or the
+last choice's :class:`Finished` is the last. To close the connection is to cancel the call.
 """
 
 from typing import Annotated, Any, Literal
@@ -99,9 +99,10 @@ class Prompt(_Message):
 
 
 class Generate(_Message):
-    """An answer to a prompt.
+    """Answers to a prompt, which is made into tokens once.
 
     Attributes:
+        n: the number of answers, the choices; they come side by side.
         model: the name of the model or of an adapter; None for the model.
         adapter: the name of an adapter, mlx-lm's field `adapters`; None for that of ``model``.
         tool_choice: "none", "auto", "required", or the name of a function in ``prompt.tools`` that must be called.
@@ -112,7 +113,7 @@ class Generate(_Message):
         stop: stop words.
         stop_token_ids: tokens that end the answer.
         include_stop: whether the stop word is a part of the answer.
-        seed: None: rank 0 draws one.
+        seed: of the first choice; it counts up, modulo 2**64. None: rank 0 draws one for each.
         top_logprobs: the number of likely tokens that come with each token; None: no logprobs.
         prompt_logprobs: as ``top_logprobs``, for the tokens of the prompt, which come before those of the answer.
         priority: vLLM's; the least is served first.
@@ -120,6 +121,7 @@ class Generate(_Message):
     """
 
     op: Literal["generate"] = "generate"
+    n: int = 1
     model: str | None = None
     adapter: str | None = None
     prompt: Prompt
@@ -189,8 +191,14 @@ class TokenLogprob(_Message):
     top: list["TokenLogprob"] = []
 
 
-class Admitted(_Message):
-    """The request has a place in the batch; the first event of an answer."""
+class _OfChoice(_Message):
+    """An event of one of the choices of a call."""
+
+    choice: int = 0
+
+
+class Admitted(_OfChoice):
+    """The choice has a place in the batch; its first event."""
 
     event: Literal["admitted"] = "admitted"
     model: str
@@ -199,7 +207,7 @@ class Admitted(_Message):
     prompt_text: str | None = None
 
 
-class Progress(_Message):
+class Progress(_OfChoice):
     """The progress of a prompt: ``processed`` of its ``total`` tokens are computed."""
 
     event: Literal["progress"] = "progress"
@@ -207,7 +215,7 @@ class Progress(_Message):
     total: int
 
 
-class Output(_Message):
+class Output(_OfChoice):
     """A part of an answer. Any of its fields may be empty.
 
     Attributes:
@@ -225,7 +233,7 @@ class Output(_Message):
     completion_tokens: int = 0
 
 
-class Finished(_Message):
+class Finished(_OfChoice):
     """The end of an answer. ``stop_reason``: the stop word or the stop token that ended it, as vLLM has it, or None."""
 
     event: Literal["finished"] = "finished"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from .listener import SOCKET
-from .protocol import EVENT, MAX_LINE, Call, Event, Failed, Finished, Result, Status
+from .protocol import EVENT, MAX_LINE, Call, Event, Failed, Finished, Generate, Result, Status
 from .refusal import Refusal
 
 __all__ = ["RankZero"]
@@ -123,14 +123,14 @@ class RankZero:
             writer.write(call.model_dump_json().encode() + b"\n")
             with contextlib.suppress(OSError):  # rank 0 may have refused a part of it: its answer says why
                 await writer.drain()
-            while True:
+            left = call.n if isinstance(call, Generate) else 1
+            while left:
                 event: Event = EVENT.validate_json(await _read_line(reader))
                 if isinstance(event, Failed):
                     raise event.refusal
                 self._answered = time.monotonic()
                 yield event
-                if isinstance(event, Finished | Result):
-                    return
+                left -= isinstance(event, Finished | Result)
         except (EOFError, OSError, ValidationError):
             raise _Lost from None
         finally:

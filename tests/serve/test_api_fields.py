@@ -529,11 +529,11 @@ def test_what_ends_an_answer(kind):
 
 
 @BOTH
-def test_choices_of_a_seeded_request_have_seeds_of_their_own(kind):
-    assert [call.seed for call in calls(kind, n=3, seed=5)] == [5, 6, 7]
-    assert [call.seed for call in calls(kind, n=2, seed=2**64 - 1)] == [2**64 - 1, 0]
-    assert [call.seed for call in calls(kind, n=2)] == [None, None]
-    assert [call.seed for call in calls(kind, n=3, seed=-2)] == [2**64 - 2, 2**64 - 1, 0]  # of 64 bits, as OpenAI's
+def test_the_choices_of_a_prompt_are_one_call(kind):
+    """Rank 0 counts their seeds up from the first one's."""
+    assert [(call.n, call.seed) for call in calls(kind, n=3, seed=5)] == [(3, 5)]
+    assert [(call.n, call.seed) for call in calls(kind)] == [(1, None)]
+    assert calls(kind, n=3, seed=-2)[0].seed == 2**64 - 2  # of 64 bits, as OpenAI's
     assert refusal(kind, seed=-(2**63) - 1)[0] == "seed must be an integer from -2**63 to 2**64 - 1"
     assert refusal(kind, n=17)[1] == "n"
 
@@ -549,7 +549,8 @@ def test_choices_of_a_seeded_request_have_seeds_of_their_own(kind):
 )
 def test_prompts_of_completions(prompt, found):
     made = calls(CompletionRequest, prompt=prompt, n=2)
-    assert [(call.prompt.text, call.prompt.tokens) for call in made] == [each for each in found for _ in range(2)]
+    assert [(call.prompt.text, call.prompt.tokens) for call in made] == found
+    assert [call.n for call in made] == [2] * len(found)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_a_prompt_that_is_none_is_refused(prompt):
 
 
 def test_a_request_has_at_most_64_choices():
-    assert len(calls(CompletionRequest, prompt=["a"] * 16, n=4)) == 64
+    assert len(calls(CompletionRequest, prompt=["a"] * 16, n=4)) == 16
     assert len(calls(CompletionRequest, prompt=["a"] * 64)) == 64  # LangChain sends 20 at a time
     assert refusal(CompletionRequest, prompt=["a"] * 16, n=5) == ("n times the prompts must be at most 64", "n")
 

@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def served(folder, timeout=60.0):
+def served(folder, timeout=60.0, pool=None):
     """(Endpoint, Scheduler), of which no rank carries out what it decides."""
-    endpoint = Endpoint(PreparationPool(folder, {}), ("tiny",), (), DEFAULTS, timeout, Metrics())
+    endpoint = Endpoint(pool or PreparationPool(folder, {}), ("tiny",), (), DEFAULTS, timeout, Metrics())
     scheduler = Scheduler(8, 8, heartbeat=0.01, metrics=endpoint.metrics)
     endpoint.open(scheduler, load_tokenizer(folder), VOCABULARY, 512, dict)
     with endpoint.running():
@@ -94,6 +94,50 @@ def test_a_server_that_drains_for_ever_refuses_requests(folder):
         scheduler.stop(float("inf"))
         refusal = Asked(endpoint).join()
         assert (refusal.status, refusal.retry_after, str(refusal)) == (503, 600, "the server stops")
+
+
+class CountingPool(PreparationPool):
+    """Counts the calls that it makes into tokens."""
+
+    prepared = 0
+
+    async def prepare(self, call):
+        self.prepared += 1
+        return await super().prepare(call)
+
+
+def test_the_choices_of_a_prompt_are_prepared_once_and_sampled_each_by_its_seed(folder):
+    pool = CountingPool(folder, {})
+    with served(folder, pool=pool) as (endpoint, scheduler):
+        asked = Asked(endpoint, n=3, seed=2**64 - 2, max_tokens=1)
+        assert wait_for(lambda: scheduler.gauges()["queued"] == 3)
+        admitted = scheduler.decide(0, FRAME, 0).admit
+        assert pool.prepared == 1 and [each.prompt for each in admitted] == [[1, 2]] * 3
+        assert [each.seed for each in admitted] == [2**64 - 2, 2**64 - 1, 0]
+        made = [SimpleNamespace(uid=number, token=9 - number, finish_reason="length") for number in (2, 0, 1)]
+        scheduler.deliver(Outcome(cached=dict.fromkeys(range(3), 0), tokens=made))
+        assert asked.join() is None
+    ends = [event.choice for event in asked.events if event.event == "finished"]
+    assert sorted(ends) == [0, 1, 2] and len(asked.events) >= 6
+
+
+def test_choices_without_a_place_in_the_queue_cancel_the_others(folder):
+    with served(folder) as (endpoint, scheduler):
+        refusal = Asked(endpoint, n=20).join()
+        assert (refusal.status, str(refusal)) == (429, "8 requests wait already; try again later")
+        scheduler.decide(0, FRAME, 0)
+        assert scheduler.gauges() == {"running": 0, "queued": 0, "reserved_tokens": 0}
+
+
+def test_a_choice_that_fails_ends_the_others(folder):
+    with served(folder) as (endpoint, scheduler):
+        asked = Asked(endpoint, n=2, top_logprobs=0)
+        assert wait_for(lambda: scheduler.gauges()["queued"] == 2)
+        scheduler.decide(0, FRAME, 0)
+        token = SimpleNamespace(uid=1, token=65, logprobs=mx.full(VOCABULARY, mx.nan), finish_reason=None)
+        scheduler.deliver(Outcome(cached={0: 0, 1: 0}, tokens=[token]))
+        assert asked.join().status == 500
+        assert wait_for(lambda: len(scheduler.decide(1, FRAME, 0).end) == 2 or not scheduler.gauges()["running"])
 
 
 @pytest.mark.parametrize("fields", [{"stop_token_ids": [5]}, {"ignore_eos": True}, {"min_tokens": 3}])

@@ -100,6 +100,22 @@ def test_chat_with_a_system_prompt_and_logprobs(server):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len("be brief")
 
 
+def test_choices_are_the_answers_of_their_seeds(server):
+    """Of two prompts; in a stream, too."""
+    body = {"prompt": ["one", "another"], "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 12} | ENDLESS
+    alone = [
+        server.text(**body | {"prompt": prompt, "n": 1, "seed": seed})
+        for prompt in body["prompt"]
+        for seed in (7, 8, 9)
+    ]
+    answer = server.ask(body)
+    assert [choice["text"] for choice in answer["choices"]] == alone and len(set(alone)) > 3
+    assert answer["usage"]["completion_tokens"] == 6 * 12
+    assert answer["usage"]["prompt_tokens"] == len("oneanother")
+    parts = [json.loads(event)["choices"][0] for event in server.stream(body)[:-1]]
+    assert ["".join(part["text"] for part in parts if part["index"] == index) for index in range(6)] == alone
+
+
 def logprobs_of(choice):
     """(token, log-probability, likely tokens) of each token of a choice or of a part of one."""
     found = choice.get("logprobs") or {"content": []}
@@ -181,7 +197,7 @@ BAD = {
     "presence_penalty": ({"presence_penalty": -1e300}, 400, "presence_penalty must be a number from -100 to 100"),
     "context size": ({"repetition_context_size": 1 << 70}, 400, "repetition_context_size must be an integer from 0 to"),
     "max_tokens: 0": ({"max_tokens": 0}, 400, "max_tokens must be an integer from 1"),
-    "max_tokens: huge": ({"max_tokens": 1 << 80}, 400, "max_tokens must be an integer from 1"),
+    "max_tokens: huge": ({"max_tokens": 1 << 80}, 400, "max_tokens must be an integer from 0"),
     "seed: negative": ({"seed": -(2**63) - 1}, 400, "seed must be an integer from -2**63 to 2**64 - 1"),
     "seed: huge": ({"seed": 1 << 64}, 400, "seed must be an integer from -2**63 to 2**64 - 1"),
     "logit_bias: no such token": ({"logit_bias": {str(VOCABULARY): 1}}, 400, "logit_bias must have tokens from 0"),

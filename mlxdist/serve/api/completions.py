@@ -59,7 +59,7 @@ class CompletionRequest(Generation):
         return self
 
     def calls(self) -> list[Generate]:
-        """A call for each choice: n of the first prompt, n of the second, and so on."""
+        """A call for each prompt."""
         special = {"add_special_tokens": self.add_special_tokens}
         prompts = [prompt.model_copy(update=special) for prompt in self.prompt]
         echoed = self._tops if self.echo else None

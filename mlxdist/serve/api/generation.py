@@ -231,27 +231,27 @@ class Generation(Fields):
         return next((value for value in named if value is not None), None)
 
     def _calls(self, prompts: list[Prompt], top_logprobs: int | None, **more: Any) -> Iterator[Generate]:
-        """A call for each choice, those of a prompt one after the other."""
+        """A call for each prompt."""
         if len(prompts) * self.n > MAX_ALL_CHOICES:
             raise Refusal(f"n times the prompts must be at most {MAX_ALL_CHOICES}", param="n")
         sampling = {name: getattr(self, name) for name in Sampling.model_fields}
         chosen = Sampling(**{name: value for name, value in sampling.items() if value is not None})
         for prompt in prompts:
-            for number in range(self.n):
-                yield Generate(
-                    model=self.model,
-                    adapter=self.adapters,
-                    prompt=prompt,
-                    max_tokens=self._max_tokens,
-                    min_tokens=self.min_tokens,
-                    ignore_eos=self.ignore_eos,
-                    stop=self.stop,
-                    stop_token_ids=self.stop_token_ids,
-                    include_stop=self.include_stop_str_in_output,
-                    seed=None if self.seed is None else (self.seed + number) % (1 << 64),
-                    sampling=chosen,
-                    top_logprobs=top_logprobs,
-                    grammar=next((found for name in _GRAMMARS if (found := getattr(self, name))), None),
-                    priority=self.priority,
-                    **more,
-                )
+            yield Generate(
+                n=self.n,
+                model=self.model,
+                adapter=self.adapters,
+                prompt=prompt,
+                max_tokens=self._max_tokens,
+                min_tokens=self.min_tokens,
+                ignore_eos=self.ignore_eos,
+                stop=self.stop,
+                stop_token_ids=self.stop_token_ids,
+                include_stop=self.include_stop_str_in_output,
+                seed=None if self.seed is None else self.seed % (1 << 64),
+                sampling=chosen,
+                top_logprobs=top_logprobs,
+                grammar=next((found for name in _GRAMMARS if (found := getattr(self, name))), None),
+                priority=self.priority,
+                **more,
+            )
