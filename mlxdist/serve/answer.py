@@ -49,7 +49,7 @@ class Answer:
         machine: mlx-lm's machine of the tokenizer's sections, without stop words.
         initial: the section with which the answer begins.
         words: the stop words.
-        includes_word: whether the stop word is a part of the text.
+        includes_stop: whether the stop word, or a token of ``stop_tokens`` that ends the answer, is a part of the text.
         hidden: tokens that are no text, such as those that end an answer.
         stop_tokens: tokens that end the answer because the request says so.
         min_tokens: the number of tokens in whose text no stop word begins.
@@ -61,13 +61,14 @@ class Answer:
         machine: TextStateMachine,
         initial: str,
         words: Sequence[str],
-        includes_word: bool = False,
+        includes_stop: bool = False,
         hidden: Collection[int] = (),
         stop_tokens: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer, self._hidden, self.stop_tokens = detokenizer, hidden, stop_tokens
-        self._text = AnswerText(machine, initial, words, includes_word, min_tokens)
+        self._shown = stop_tokens if includes_stop else ()
+        self._text = AnswerText(machine, initial, words, includes_stop, min_tokens)
 
     @property
     def length(self) -> int | None:
@@ -86,8 +87,8 @@ class Answer:
 
     def add(self, token: Token) -> list[Token]:
         """Adds a token. Returns the tokens whose text is now final. After a stop word, the last one ends the answer."""
-        # The token that ends an answer is no text.
-        has_text = token.finish_reason != "stop" and token.token not in self._hidden
+        is_end = token.finish_reason == "stop" and token.token not in self._shown
+        has_text = not is_end and token.token not in self._hidden
         if has_text:
             self._detokenizer.add_token(token.token)
         if token.finish_reason is not None:

@@ -1,8 +1,8 @@
 """The protocol between the application of HTTP and rank 0: what a client asks for, in types, and what comes back.
 
-Each call has a connection of its own, a Unix domain socket or a pair of sockets. The application sends one line of JSON,
-a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each, of which :class:`Result`, :class:`Failed` or the
-last choice's :class:`Finished` is the last. To close the connection is to cancel the call.
+Each call has a connection of its own, a Unix domain socket or a pair of sockets. The application sends one line of
+JSON, a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each: the last one is :class:`Result`,
+:class:`Failed`, or the :class:`Finished` of the last choice. To close the connection is to cancel the call.
 """
 
 from typing import Annotated, Any, Literal
@@ -112,7 +112,7 @@ class Generate(_Message):
         ignore_eos: whether the tokens that end an answer are tokens like others.
         stop: stop words.
         stop_token_ids: tokens that end the answer.
-        include_stop: whether the stop word is a part of the answer.
+        include_stop: whether the stop word, or the token of ``stop_token_ids``, is a part of the answer.
         seed: of the first choice; it counts up, modulo 2**64. None: rank 0 draws one for each.
         top_logprobs: the number of likely tokens that come with each token; None: no logprobs.
         prompt_logprobs: as ``top_logprobs``, for the tokens of the prompt, which come before those of the answer.

@@ -42,7 +42,9 @@ class Refusal(Exception):
     @property
     def error(self) -> dict[str, Any]:
         """The body of the error, in the format of OpenAI's API."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        # OpenAI's own name of a limit of requests is that of the limit; compatible servers have this one.
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = kind if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 

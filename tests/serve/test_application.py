@@ -110,7 +110,7 @@ def test_a_refusal_of_rank_0_has_its_status(client, rank_0):
     for streams in (False, True):
         status, found, headers = client.generate(said(QUEUE_FULL), stream=streams)
         assert (status, message(found), headers["Retry-After"]) == (429, QUEUE_FULL.message, "7")
-        assert found["error"]["code"] == "rate_limit_exceeded"
+        assert (found["error"]["type"], found["error"]["code"]) == ("rate_limit_error", "rate_limit_exceeded")
 
 
 def test_an_error_in_a_stream_is_its_last_event(client, rank_0):

@@ -166,6 +166,24 @@ def test_the_end_of_an_answer_is_shown_but_for_a_character_that_is_not_complete(
         assert "".join(token.text for step in found for token in step) == shown
 
 
+@pytest.mark.parametrize("is_included", [True, False])
+def test_the_text_of_a_stop_token_is_a_part_of_an_answer_that_includes_it(is_included):
+    """Also one that completes a character, or begins one; the token that ends all answers is no text."""
+    tokenizer = TokenizerWrapper(TOKENIZER, BPEStreamingDetokenizer)
+    end = 5
+    for text, hidden, shown in (("so.", (), "so."), ("aй", (), "aй"), (b"a\xd0", (), "a"), ("so.", (end,), "so")):
+        data = text if isinstance(text, bytes) else text.encode()
+        tokens = [TOKENIZER.convert_tokens_to_ids(BYTES[byte]) for byte in data]
+        tokens = [*tokens[:-1], end] if hidden else tokens
+        answer = Answer(
+            tokenizer.detokenizer, TextStateMachine(MACHINE), "normal", ["never"], is_included, hidden, [tokens[-1]]
+        )
+        found = [answer.add(Token(token, 0.0, None)) for token in tokens[:-1]]
+        found.append(answer.add(Token(tokens[-1], 0.0, "stop")))
+        without = data[:-1].decode(errors="ignore")
+        assert "".join(token.text for step in found for token in step) == (shown if is_included else without)
+
+
 @pytest.mark.parametrize(
     "words, stops", [(["END"], False), (["</call>"], True), (["after"], False)], ids=["within", "its end", "after it"]
 )

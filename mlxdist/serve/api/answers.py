@@ -41,6 +41,7 @@ class ApiAnswer(ABC):
         n: the choices of each prompt.
         prompts: the number of prompts.
         include_usage: whether a stream ends with the usage.
+        usage_in_chunks: whether each chunk has that of its choice so far, as in vLLM.
 
     Attributes:
         kind, chunk_kind: OpenAI's types of the answer and of its chunks.
@@ -49,8 +50,11 @@ class ApiAnswer(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, answer_id: str, created: int, n: int, prompts: int, include_usage: bool) -> None:
-        self._id, self._created, self._n, self._include_usage = answer_id, created, n, include_usage
+    def __init__(
+        self, answer_id: str, created: int, n: int, prompts: int, include_usage: bool, usage_in_chunks: bool
+    ) -> None:
+        self._id, self._created, self._n = answer_id, created, n
+        self._include_usage, self._usage_in_chunks = include_usage, include_usage and usage_in_chunks
         self._model = ""
         self._choices = [Choice() for _ in range(n * prompts)]
 
@@ -131,7 +135,8 @@ class ApiAnswer(ABC):
         made = {"index": index, **part, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         if choice.finish_reason is not None:
             made["stop_reason"] = choice.stop_reason
-        usage = {"usage": None} if self._include_usage else {}
+        now = _usage(choice.prompt_tokens, choice.completion_tokens, choice.cached_tokens)
+        usage = {"usage": now if self._usage_in_chunks else None} if self._include_usage else {}
         return self._head(self.chunk_kind) | {"choices": [made]} | usage
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -144,12 +149,7 @@ class ApiAnswer(ABC):
     def _usage(self) -> dict[str, Any]:
         # Choices after the first may find their prompt in the cache because the first has put it there.
         cached = sum(min(choice.cached_tokens for choice in group) for group in self._groups())
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return _usage(self.prompt_tokens, self.completion_tokens, cached)
 
 
 class ChatAnswer(ApiAnswer):
@@ -220,6 +220,15 @@ class CompletionAnswer(ApiAnswer):
             "top_logprobs": [tops for _, _, tops in tokens],
             "text_offset": [offset for _, offset, _ in tokens],
         }
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -152,7 +152,8 @@ class ChatRequest(Generation, ChatPrompt):
         return list(self._calls([self._chat(self._effort())], tops, **choice))
 
     def answer(self, request_id: str, created: int) -> ApiAnswer:
-        return ChatAnswer(f"chatcmpl-{request_id}", created, self.n, 1, self.stream_options.include_usage)
+        usage = self.stream_options.include_usage, self.stream_options.continuous_usage_stats
+        return ChatAnswer(f"chatcmpl-{request_id}", created, self.n, 1, *usage)
 
     def _effort(self) -> dict[str, Any]:
         if self.reasoning_effort is None:

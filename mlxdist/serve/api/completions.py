@@ -66,8 +66,8 @@ class CompletionRequest(Generation):
         return list(self._calls(prompts, self._tops, wants_prompt=self.echo, prompt_logprobs=echoed))
 
     def answer(self, request_id: str, created: int) -> ApiAnswer:
-        options = self.stream_options.include_usage
-        return CompletionAnswer(f"cmpl-{request_id}", created, self.n, len(self.prompt), options)
+        usage = self.stream_options.include_usage, self.stream_options.continuous_usage_stats
+        return CompletionAnswer(f"cmpl-{request_id}", created, self.n, len(self.prompt), *usage)
 
     @property
     def _tops(self) -> int | None:

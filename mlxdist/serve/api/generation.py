@@ -78,7 +78,7 @@ class StreamOptions(Fields):
 
     include_usage: bool = False
     include_obfuscation: Annotated[Any, Only((False,))] = None
-    continuous_usage_stats: Annotated[Any, Only((False,))] = None
+    continuous_usage_stats: bool = False  # vLLM's
 
 
 class Generation(Fields):
@@ -87,7 +87,9 @@ class Generation(Fields):
     model: str | None = Field(None, description="the name of the model, or of an adapter")
     adapters: str | None = Field(None, description="mlx-lm's: the name of an adapter")
     stream: bool = Field(False, description="the answer comes in events")
-    stream_options: StreamOptions = Field(StreamOptions(), description="`include_usage`")
+    stream_options: StreamOptions = Field(
+        StreamOptions(), description="`include_usage`; with it, vLLM's `continuous_usage_stats`"
+    )
     n: Annotated[int, Integer(1, MAX_CHOICES)] = Field(1, description="answers to each prompt; a seed counts up")
     max_tokens: Annotated[int | None, Integer(1, (1 << 31) - 1, off={-1: None})] = Field(
         None, description="of the answer, by default the operator's"
@@ -104,7 +106,9 @@ class Generation(Fields):
     ignore_eos: bool = Field(False, description="vLLM's: tokens that end an answer do not")
     stop: Annotated[list[str], Checked(_stop, f"a string, or up to {_MAX_STOPS}, of up to {_MAX_STOP} characters")] = []
     stop_token_ids: Annotated[list[int], Checked(_stop_token_ids, f"a list of up to {MAX_STOP_TOKENS} tokens")] = []
-    include_stop_str_in_output: bool = Field(False, description="vLLM's: the stop word is a part of the answer")
+    include_stop_str_in_output: bool = Field(
+        False, description="vLLM's: the stop word or token is a part of the answer"
+    )
     seed: Annotated[int | None, Integer(-(1 << 63), (1 << 64) - 1, off={-1: None})] = Field(
         None, description="by default another one each time"
     )
