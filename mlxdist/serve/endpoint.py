@@ -113,6 +113,12 @@ class Endpoint:
         self._pool.has_grammars = grammar_tokenizer(tokenizer) is not None
         self.scheduler = scheduler
 
+    def wait_for_tokenizer(self, seconds: float) -> None:
+        """Waits, in :meth:`running`, until a process can make requests into tokens, for at most ``seconds``."""
+        started = asyncio.run_coroutine_threadsafe(self._pool.started(), self._loop)
+        with contextlib.suppress(TimeoutError):  # the first requests wait for it instead
+            started.result(seconds)
+
     @property
     def unavailable(self) -> str:
         """The reason why no request is served; empty if requests are served."""

@@ -63,6 +63,10 @@ class PreparationPool:
         """Begins to start the first process, and returns."""
         self._processes.begin()
 
+    async def started(self) -> None:
+        """Returns once the first process can take calls, or has not started: each call then tries again."""
+        await self._processes.has_started.wait()
+
     async def close(self) -> None:
         """Ends all processes, and the calls that wait for one."""
         await asyncio.gather(self._processes.close(), self._long.close())
@@ -98,7 +102,11 @@ class PreparationPool:
 
 
 class _Processes:
-    """Processes for calls of one kind. ``most``: their maximum number."""
+    """Processes for calls of one kind. ``most``: their maximum number.
+
+    Attributes:
+        has_started: the first one has its tokenizer, or has failed.
+    """
 
     def __init__(self, command: Sequence[str], most: int, timeout: float) -> None:
         self._command, self._most, self._timeout = command, most, timeout
@@ -108,6 +116,7 @@ class _Processes:
         self._starting = 0  # of these
         self._waiting = 0  # calls that wait for one
         self._is_closed = False
+        self.has_started = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self) -> None:
@@ -196,6 +205,7 @@ class _Processes:
             self._grow_later()
         finally:
             self._starting -= 1
+            self.has_started.set()
 
     def _refuse_waiting(self, reason: Refusal) -> None:
         """Refuses the calls that wait, if there is no process that could take one later."""

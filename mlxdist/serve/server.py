@@ -42,6 +42,7 @@ from .worker import Worker
 __all__ = ["Clients", "Server", "run", "take_signals"]
 
 _HEARTBEAT = 1.0  # seconds
+_TOKENIZER_SECONDS = 30.0  # that a process may take to have its tokenizer before the server is ready
 _THREAD_END = 10.0  # seconds
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
@@ -215,6 +216,8 @@ def run(
         if clients is not None and endpoint is not None:
             # The other ranks wait in a broadcast with a deadline: rank 0 of an idle server must send before it.
             heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
+            # It was started before the model was loaded. The other ranks wait in a barrier with a deadline.
+            endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (own.timeout or 2 * _TOKENIZER_SECONDS) / 2))
             places, queue = limits.decode_concurrency, options.max_queue
             scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, most)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)

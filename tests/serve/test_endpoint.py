@@ -96,6 +96,24 @@ def test_a_server_that_drains_for_ever_refuses_requests(folder):
         assert (refusal.status, refusal.retry_after, str(refusal)) == (503, 600, "the server stops")
 
 
+def test_who_waits_for_the_tokenizer_finds_a_process_that_takes_calls(folder, tmp_path):
+    """Or goes on: where the process is stopped, and where it has no tokenizer."""
+    pool = PreparationPool(folder, {})
+    with served(folder, pool=pool) as (endpoint, _):
+        endpoint.wait_for_tokenizer(60)
+        assert pool._processes._idle.qsize() == 1
+    pool = PreparationPool(folder, {})
+    with served(folder, pool=pool) as (endpoint, _):
+        assert wait_for(lambda: len(children()) == 1)
+        os.kill(children()[0], signal.SIGSTOP)
+        endpoint.wait_for_tokenizer(0.2)
+        assert pool._processes._idle.empty()
+        os.kill(children()[0], signal.SIGCONT)
+    with served(folder, pool=PreparationPool(tmp_path, {})) as (endpoint, _):
+        endpoint.wait_for_tokenizer(60)
+        assert "the tokenizer of the model cannot be loaded" in str(Asked(endpoint).join())
+
+
 class CountingPool(PreparationPool):
     """Counts the calls that it makes into tokens."""
 

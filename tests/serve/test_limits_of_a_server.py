@@ -24,6 +24,18 @@ def model(tmp_path_factory):
     return save_model_folder(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=4096)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_is_ready_once_its_tokenizer_is(model, tmp_path, ranks):
+    """The process that tokenizes takes longer than the model to load."""
+    late = "if 'mlxdist.serve.preparation_child' in sys.orig_argv: time.sleep(8); print('it begins', file=sys.stderr)"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys, time\n{late}\n")
+    with ServerProcess(model, ranks, PYTHONPATH=str(tmp_path)) as server:
+        begun, ready = ([word in line for line in server.lines].index(True) for word in ("it begins", "is ready at"))
+        assert begun < ready and server.text("hello")
+        assert server.stop() == 0
+
+
 def test_a_key_and_a_full_queue(model):
     options = ["--decode-concurrency", 1, "--prompt-concurrency", 1, "--max-queue", 1]
     key = {"Authorization": "Bearer a-long-key"}
