@@ -9,7 +9,7 @@ Layout, little-endian: a header, the requests that end, the admitted requests, z
 
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
@@ -107,9 +107,10 @@ class Admission:
 
     def encode(self) -> bytes:
         bias = self.logits.logit_bias or {}
-        _, *penalties = astuple(self.logits)
+        # vars() and not astuple(), which copies what is in the fields, too.
+        _, *penalties = vars(self.logits).values()
         counts = len(self.prompt), len(self.segments), len(bias), len(self.grammar), len(self.stop_tokens)
-        fixed = (self.number, self.max_tokens, self.seed, self.generated, *astuple(self.sampling), *penalties)
+        fixed = (self.number, self.max_tokens, self.seed, self.generated, *vars(self.sampling).values(), *penalties)
         scores = 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
         others = self.logprobs, scores, self.adapter, self.min_tokens, self.ignore_eos
         return b"".join(

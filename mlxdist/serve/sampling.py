@@ -72,11 +72,9 @@ def sampler_of(
     Args:
         adapt: converts mlx-lm's sampler into one for rows that do not have all logits.
     """
-    sampler = _make_sampler(request, tokenizer)
-    is_greedy = sampler is greedy_sampler
-    sampler = adapt(request.sampling, sampler)
-    if is_greedy:
-        return sampler
+    if request.sampling.temperature == 0:  # mlx-lm would use its tokenizer first, for XTC
+        return adapt(request.sampling, greedy_sampler)
+    sampler = adapt(request.sampling, _make_sampler(request, tokenizer))
     draws = 1 + (request.sampling.xtc_probability > 0)
     return SeededSampler(sampler, islice(_states(request.seed, draws), request.generated, None))
 
