@@ -194,6 +194,11 @@ class Environment:
     rendezvous_fd: int | None = _of_job(
         "rank 0: descriptor of a socket that listens at that address", "none", _integer(0, 2**31 - 1)
     )
+    follower_fd: int | None = _of_job(
+        "rank 0 of `mlxdist serve`: descriptor of a socket for the launcher on another host",
+        "none",
+        _integer(0, 2**31 - 1),
+    )
     secret: bytes = _of_job("key that all ranks of the job share, at least 32 hex digits", "none", _secret, b"")
     job: str = _of_job("name of the job, recorded in its checkpoints", "empty", _job, "")
     restart_count: int = _of_job("number of times the job has been restarted", "0", _integer(0, MAX_RESTARTS), 0)
@@ -392,5 +397,6 @@ def _reject_contradictions(environ: Mapping[str, str], environment: Environment)
         if size > 1 and not value:
             advice = "`mlxdist launch` sets it, or set it to the same value on every rank"
             reject("MLXDIST_WORLD_SIZE", f"needs {what}; {advice}")
-    if rank != 0 and environment.rendezvous_fd is not None:
-        reject("MLXDIST_RENDEZVOUS_FD", f"is for rank 0, but MLXDIST_RANK={rank}; unset it here")
+    for name in ("MLXDIST_RENDEZVOUS_FD", "MLXDIST_FOLLOWER_FD"):
+        if rank != 0 and name in environ:
+            reject(name, f"is for rank 0, but MLXDIST_RANK={rank}; unset it here")

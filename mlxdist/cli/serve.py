@@ -111,14 +111,16 @@ def layout_of(given: dict[str, Any]) -> Layout:
 
 @click.command()
 @model_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
 @click.option("--application", hidden=True, default="", help="Address of the launcher's, for which rank 0 listens.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0, MAX_RESTARTS),
     metavar="K",
-    help="When a rank has failed, start all again, at most K times.  [default: 3 where rank 0 is on this machine]",
+    default=None,
+    show_default=str(_RESTARTS),
+    help="When a rank has failed, start all again, at most K times; 0: rank 0 listens itself, on its host.",
 )
 @layout_options
 @click.option(
@@ -238,7 +240,7 @@ def serve(
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
         follower, more = None, []
-        if max_restarts != 0 and _has_first_rank(selection):
+        if max_restarts != 0:
             follower = _application(_http_options(given, api_key))
             more = ["--application", follower.address]
             max_restarts = _RESTARTS if max_restarts is None else max_restarts
@@ -317,15 +319,6 @@ def start_ranks(
     launch.main([*where, *launcher, "--", *command], prog_name="mlxdist launch", standalone_mode=False, obj=follower)
 
 
-def _has_first_rank(selection: HostSelection) -> bool:
-    """Whether rank 0 runs on this machine."""
-    if selection.hostfile is None:
-        return True
-    from mlxdist.cluster.ssh.this_machine import is_this_machine
-
-    return is_this_machine(selection.hostfile.hosts[0].name)
-
-
 def _http_options(given: dict[str, Any], api_key: str) -> HttpOptions:
     from mlxdist.serve.http_options import HttpOptions
 
@@ -343,8 +336,11 @@ def _http_options(given: dict[str, Any], api_key: str) -> HttpOptions:
 
 def _application(options: HttpOptions) -> HttpServer:
     """The application of HTTP in this process, which stays while ranks restart."""
-    from mlxdist.serve.http_server import HttpServer
-    from mlxdist.serve.listener import listen
-    from mlxdist.serve.rank_zero import RankZero
-
+    try:
+        from mlxdist.serve.http_server import HttpServer
+        from mlxdist.serve.listener import listen
+        from mlxdist.serve.rank_zero import RankZero
+    except ModuleNotFoundError as error:
+        advice = "pip install 'mlxdist[lm]', or give --max-restarts 0, with which rank 0 alone needs it"
+        raise click.ClickException(f"the server on this machine needs {error.name}: {advice}") from None
     return HttpServer(listen(options.host, options.port), options, RankZero(None, options.request_timeout))

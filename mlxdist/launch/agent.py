@@ -166,7 +166,7 @@ class Agent:
             self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         found = {"address": job.address, "ports": ports, "awake": job.awake(), "directory": str(job.directory)}
-        self._put(pack_json(JobFrame.READY, found))
+        self._put(pack_json(JobFrame.READY, found | {"follower_port": job.follower_port}))
 
     def _start(self, job: LocalJob, fields: Mapping[str, Any]) -> None:
         job.address = fields["address"]

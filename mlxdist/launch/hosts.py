@@ -31,7 +31,7 @@ from .wakeup import Interrupted, Wakeup
 if TYPE_CHECKING:
     from .plan import LaunchPlan
 
-__all__ = ["HostsJob", "address_for_others"]
+__all__ = ["HostsJob", "address_for_launcher", "address_for_others"]
 
 _STEP = 0.1  # between two looks at whether the user has given up
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
@@ -54,9 +54,14 @@ class HostsJob:
         restart: int,
         wakeup: Wakeup,
         say: Callable[[str], None],
+        has_follower: bool = False,
     ) -> None:
-        """Prepares the job. ``plan``: its variables are set for all ranks, in addition to those of their host."""
+        """Prepares the job. ``plan``: its variables are set for all ranks, in addition to those of their host.
+
+        ``has_follower``: whether rank 0 gets a socket for the follower, if it is on another host; see `Follower`.
+        """
         self.job = name_of_start(name, restart)
+        self.secret = new_secret()
         self.succeeded = False
         self._hostfile = hostfile
         self._backend = plan.backend
@@ -70,6 +75,7 @@ class HostsJob:
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at = math.inf
         self._say = say
+        self._has_follower = has_follower
         self._reported: list[RemoteHost] = []  # hosts whose failure has been printed
         self._is_over = threading.Event()
         self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
@@ -85,7 +91,7 @@ class HostsJob:
             "restart": restart,
             "size": hostfile.ranks,
             "command": plan.command,
-            "secret": new_secret(),
+            "secret": self.secret,
             "port": plan.backend.rendezvous_port,
             "stdin": plan.options.stdin,
         }
@@ -130,9 +136,12 @@ class HostsJob:
         self._is_over.set()
         self._pings.join()
 
-    def temporary(self, rank: int) -> Path:
-        """The rank's temporary directory, on its host."""
-        return Path(self._host_of[rank].ready["directory"], str(rank))
+    def place_of_rank_0(self) -> Path | tuple[str, int]:
+        """Its temporary directory, if it is on this machine; else where it listens for the follower."""
+        first = self._hosts[0]
+        if first.is_local:
+            return Path(first.ready["directory"], "0")
+        return self._address_for_follower(), int(first.ready["follower_port"])
 
     def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """Adds a rank. Ranks run once all have been added; see `all_started`. `readers` give them standard input."""
@@ -216,6 +225,8 @@ class HostsJob:
         first = 0
         for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
             start = self._start | {"first": first, "interface": self._interface(), "grace": self.grace}
+            if first == 0 and self._has_follower and not host.is_local:
+                start["follower"] = self._address_for_follower()
             host.prepare(self._fields | {"start": start, "ranks": entry.slots, "ports": ports})
             first += entry.slots
         self._wait(lambda host: bool(host.ready), _PREPARE_SECONDS, "cannot prepare the job in time")
@@ -251,6 +262,11 @@ class HostsJob:
         first = self._hostfile.hosts[0]
         return first.ips[0] if first.ips else ""
 
+    def _address_for_follower(self) -> str:
+        first = self._hosts[0]
+        names = [first.name, str(first.hello.get("host"))]
+        return address_for_launcher(self._hostfile.hosts[0].ips, names, first.hello.get("ssh") or [])
+
     def _address(self) -> str:
         """The address at which the other ranks reach rank 0."""
         listens, port = parse_address(self._hosts[0].ready["address"])
@@ -284,6 +300,20 @@ def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]
             '"ips" of that host in the hostfile; `mlxdist config` finds them'
         )
     return found[0]
+
+
+def address_for_launcher(ips: Sequence[str], names: Sequence[str], connection: Sequence[str]) -> str:
+    """The address at which this machine reaches another host: that which ssh has used, if it has said so.
+
+    ``ips`` of the hostfile come after it: they may be of a network between the hosts that this machine is not in.
+    ``names``, ``connection``: as of `address_for_others`.
+
+    Raises:
+        ResourceError: no address is known that this machine can reach.
+    """
+    if ips and len(connection) != 4:
+        return ips[0]
+    return address_for_others([*ips, *names], [connection])
 
 
 def _ipv4_addresses(name: str) -> list[str]:

@@ -155,6 +155,8 @@ class LocalJob:
         first: the lowest rank on this machine.
         secret: the secret that the ranks on all hosts share.
         interface, port: the address where rank 0 listens, with port 0 for any free one.
+        follower: the address where rank 0 listens for the `Follower` on another host, at any free port; empty for none.
+        follower_port: that port.
         numbered: False where the only process started here is mpirun, which starts the ranks and numbers them.
         stdin: the ranks that have a standard input, "all" or "0".
         piped: whether that input is a pipe, see `readers`. Else it is the launcher's own: a terminal stays a terminal.
@@ -170,6 +172,7 @@ class LocalJob:
     secret: str = field(default_factory=new_secret)
     interface: str = "127.0.0.1"
     port: int = 0
+    follower: str = ""
     numbered: bool = True
     stdin: str = "all"
     piped: bool = False
@@ -180,6 +183,7 @@ class LocalJob:
         self._started: dict[int, int] = {}
         self._running: set[int] = set()
         self._pipes: list[Pipe] = []
+        self._sockets: dict[str, socket.socket] = {}  # of rank 0, by the variables that name their descriptors
         self.succeeded = False
         allow_descriptors(self.size)
         # A short name, because ranks make Unix sockets inside, whose paths may have about 100 characters at most.
@@ -193,8 +197,13 @@ class LocalJob:
             try:
                 self.directory.mkdir(mode=0o700)
                 self._cache = JitCache(self.directory)
-                self._listener = _listen(self.interface, self.port, self.size) if self.first == 0 else None
-                self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else ""
+                self.address, self.follower_port = "", 0
+                if self.first == 0:
+                    listener = self._sockets["MLXDIST_RENDEZVOUS_FD"] = _listen(self.interface, self.port, self.size)
+                    self.address = format_address(*listener.getsockname()[:2])
+                if self.follower:
+                    bound = self._sockets["MLXDIST_FOLLOWER_FD"] = _bind(self.follower)
+                    self.follower_port = bound.getsockname()[1]
                 self._start_reaper()
             except OSError as error:
                 raise ResourceError(f"the job cannot be prepared in {self.directory}: {error}") from None
@@ -213,17 +222,16 @@ class LocalJob:
         if self._awake is not None:
             self._awake.close()
         self._record.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._close_sockets()
         self._cache.close(self.succeeded)
 
-    def temporary(self, rank: int) -> Path:
-        """The rank's temporary directory."""
-        return self.directory / str(rank)
+    def place_of_rank_0(self) -> Path:
+        """Its temporary directory."""
+        return self.directory / "0"
 
     def start(self, rank: int, stdout: int, stderr: int) -> LocalRank:
         """Starts one rank, which writes to these two descriptors."""
-        temporary = self.temporary(rank)
+        temporary = self.directory / str(rank)
         temporary.mkdir()
         local_rank = rank - self.first
         self._cache.link(temporary, local_rank)
@@ -246,13 +254,10 @@ class LocalJob:
             variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
             variables["MLX_LOCAL_RANK"] = str(local_rank)
             variables |= gpu_of_rank(self.variables, local_rank, visible_gpus())
-        listener = self._listener if rank == 0 else None
-        passed: tuple[int, ...] = ()
-        if listener is not None and self.numbered:
-            passed = (listener.fileno(),)
-            variables["MLXDIST_RENDEZVOUS_FD"] = str(listener.fileno())
-        elif listener is not None:
-            listener.close()  # the rank that is 0 will listen there
+        if not self.numbered:
+            self._close_sockets()  # the rank that is 0 will listen there
+        passed = {name: sock.fileno() for name, sock in self._sockets.items()} if rank == 0 else {}
+        variables |= {name: str(descriptor) for name, descriptor in passed.items()}
         stdin = self._standard_input(rank)
         try:
             process = subprocess.Popen(
@@ -261,7 +266,7 @@ class LocalJob:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=passed,
+                pass_fds=tuple(passed.values()),
                 start_new_session=True,
             )
         finally:
@@ -270,9 +275,13 @@ class LocalJob:
         self._started[rank] = process.pid
         self._running.add(rank)
         self._notify_reaper(f"+{process.pid}")
-        if listener is not None:
-            listener.close()  # rank 0 has it now; its end has to close the port
+        if rank == 0:
+            self._close_sockets()  # rank 0 has them now; its end has to close the ports
         return LocalRank(rank, process, is_mpirun=not self.numbered)
+
+    def _close_sockets(self) -> None:
+        while self._sockets:
+            self._sockets.popitem()[1].close()
 
     def _standard_input(self, rank: int) -> int:
         if rank and self.stdin != "all":
@@ -376,6 +385,20 @@ def _listen(interface: str, port: int, size: int) -> socket.socket:
     except OSError as error:
         where = format_address(interface or "0.0.0.0", port)
         raise ResourceError(f"rank 0 cannot listen at {where}: {error.strerror}") from None
+
+
+def _bind(address: str) -> socket.socket:
+    """A socket with a port of its own, at which nothing listens yet: a connection is refused until rank 0 does."""
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        bound.bind((address, 0))
+    except OSError as error:
+        bound.close()
+        raise ResourceError(
+            f"rank 0 cannot listen at {address} for this job's launcher: {error.strerror}; with --max-restarts 0 it "
+            "listens for clients itself"
+        ) from None
+    return bound
 
 
 def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tuple[_Rank, int, int]:

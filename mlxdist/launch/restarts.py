@@ -37,8 +37,12 @@ class Follower(Protocol):
     The launcher's thread calls its methods.
     """
 
-    def starting(self, temporary: Path) -> None:
-        """Called when the ranks are started. Rank 0 is on this machine, and has this temporary directory."""
+    def starting(self, place: Path | tuple[str, int], secret: str = "") -> None:
+        """Called when the ranks are started.
+
+        ``place``: the temporary directory of rank 0, if it is on this machine; else the address and port of its host
+        where it listens for who has ``secret``, that of the job.
+        """
 
     def seconds_ready(self) -> float:
         """Seconds for which the last start has been ready; 0 if it never was."""

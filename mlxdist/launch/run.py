@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -38,7 +39,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
     """Returns the exit status.
 
     Raises:
-        ResourceError, CannotRun: nothing was started, and why.
+        ResourceError, CannotRun: nothing was started, and why; CannotRun also at a restart.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -60,15 +61,21 @@ def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
 
     standard_input = StandardInput(say, output.line_was_typed if output is not None else lambda: None)
 
-    def prepare(restart: int) -> LocalJob | HostsJob:
+    def prepare(restart: int) -> contextlib.AbstractContextManager[LocalJob | HostsJob]:
         if plan.hostfile is None or plan.by_mpirun:
             return _local_job(plan, name, restart)
         from .hosts import HostsJob
 
-        return HostsJob(plan, plan.hostfile, name, restart, wakeup, say)
+        return HostsJob(plan, plan.hostfile, name, restart, wakeup, say, follower is not None)
 
     def run_once(restart: int) -> Ending:
-        with prepare(restart) as job:
+        with contextlib.ExitStack() as stack:
+            try:
+                job = stack.enter_context(prepare(restart))
+            except ResourceError as error:
+                if restart == 0:
+                    raise
+                return Ending(1, str(error), failed=True, cause=str(error))  # a host may be back at the next restart
             supervisor = Supervisor(job, wakeup, output, say, plan.options)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
@@ -76,7 +83,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
                 for text in describe(macs, plan.options.verbose):
                     say(text)
             if follower is not None:
-                follower.starting(job.temporary(0))
+                follower.starting(job.place_of_rank_0(), job.secret)
             for rank in plan.numbers:
                 supervisor.add(_start(job, rank, output, plan))
             job.all_started()

@@ -11,6 +11,7 @@ http_server.py      runs it (uvicorn); http_connection.py: bounds of a connectio
 http_options.py     HttpOptions; log.py: a line for each request
 rank_zero.py        the client of rank 0, which stays while ranks restart
 protocol.py         between the application and rank 0; refusal.py: a request that is not served
+authenticated_stream.py  what carries it between two hosts, for both ends
 metrics.py          counters and histograms as Prometheus reads them
 
 Rank 0:

@@ -17,6 +17,7 @@ from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from pydantic import ValidationError
 
 from .answer import Answer, PromptTokens, Token
+from .authenticated_stream import AuthenticatedServer
 from .decisions import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Admission
 from .grammar import grammar_tokenizer
 from .listener import MAX_REQUESTS
@@ -90,7 +91,7 @@ class Endpoint:
         self._gauges: Callable[[], dict[str, float]] = dict
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="mlxdist endpoint", daemon=True)
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | AuthenticatedServer | None = None
         self._connections: set[asyncio.Task] = set()
         self._lock = threading.Lock()
         self._woken: list[asyncio.Event] = []
@@ -125,14 +126,15 @@ class Endpoint:
         return "the model is being loaded" if self.scheduler is None else self.scheduler.unavailable
 
     @contextlib.contextmanager
-    def running(self, listener: socket.socket | None = None) -> Iterator[None]:
+    def running(self, listener: socket.socket | None = None, secret: bytes = b"") -> Iterator[None]:
         """A context in which calls are answered.
 
         Args:
-            listener: a Unix domain socket at which another process calls; None if only this process does.
+            listener: a Unix domain socket at which another process calls, or one of TCP for those that have
+                ``secret``; None if only this process does.
         """
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._begin(listener), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._begin(listener, secret), self._loop).result()
         try:
             yield
         finally:
@@ -151,11 +153,14 @@ class Endpoint:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _begin(self, listener: socket.socket | None) -> None:
-        if listener is not None:
+    async def _begin(self, listener: socket.socket | None, secret: bytes) -> None:
+        if listener is not None and listener.family == socket.AF_UNIX:
             self._server = await asyncio.start_unix_server(
                 self._connected, sock=listener, limit=MAX_LINE, backlog=MAX_REQUESTS
             )
+        elif listener is not None:
+            self._server = AuthenticatedServer(self._connected, secret, MAX_LINE)
+            await self._server.start(listener, MAX_REQUESTS)
         await self._pool.start()
 
     async def _end(self) -> None:

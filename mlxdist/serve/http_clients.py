@@ -5,6 +5,8 @@ import socket
 import time
 from collections.abc import Iterator
 
+from mlxdist.base.environment import Environment
+
 from .endpoint import Endpoint
 from .http_server import HttpServer
 from .listener import is_local, listen, listen_for_application
@@ -31,8 +33,10 @@ class HttpClients:
         self._endpoint, http = endpoint, options.http
         self._listener: socket.socket | None = None
         self._server: HttpServer | None = None
+        self._is_elsewhere = False  # the application is, and its address
         if options.application:
             self._listener, self.address = listen_for_application(), options.application
+            self._is_elsewhere = self._listener.family != socket.AF_UNIX
         else:
             rank_zero = RankZero(endpoint.connect, http.request_timeout)
             self._server = HttpServer(listen(http.host, http.port), http, rank_zero)
@@ -44,13 +48,14 @@ class HttpClients:
     def listening(self) -> Iterator[None]:
         """A context that serves. At its exit, connections get some time to write the rest of their answers."""
         with contextlib.ExitStack() as parts:
-            parts.enter_context(self._endpoint.running(self._listener))
+            parts.enter_context(self._endpoint.running(self._listener, Environment.read().secret))
             if self._server is not None:
                 parts.enter_context(self._server)
             yield
 
     def ready(self, name: str, ranks: int, layout: str) -> None:
-        say(f"{name} is ready at {self.address}, ranks: {ranks}, {layout}")
+        where = " on the launcher's host" if self._is_elsewhere else ""
+        say(f"{name} is ready at {self.address}{where}, ranks: {ranks}, {layout}")
 
     def interrupt(self) -> None:
         assert self._endpoint.scheduler is not None

@@ -94,8 +94,8 @@ class HttpServer:
         """The number of open connections."""
         return len(self._server.server_state.connections)
 
-    def starting(self, temporary: Path) -> None:
-        self._rank_zero.starting(temporary)
+    def starting(self, place: Path | tuple[str, int], secret: str = "") -> None:
+        self._rank_zero.starting(place, secret)
 
     def seconds_ready(self) -> float:
         return self._rank_zero.seconds_ready()

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlxdist.base.descriptors import MAX_DESCRIPTORS, raise_limit
-from mlxdist.base.environment import format_address
+from mlxdist.base.environment import Environment, format_address
 from mlxdist.base.errors import InvalidArgument
 
 __all__ = ["MAX_BODY", "MAX_REQUESTS", "SOCKET", "address_of", "is_local", "listen", "listen_for_application"]
@@ -28,8 +28,35 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_for_application() -> socket.socket:
-    """A Unix domain socket in this rank's temporary directory. Raises InvalidArgument: it cannot be made there."""
+    """A Unix domain socket in this rank's temporary directory; where the launcher is on another host, its TCP socket.
+
+    Raises:
+        InvalidArgument: nothing can listen there.
+    """
     raise_limit(MAX_DESCRIPTORS)  # each choice of each request has a connection
+    environment = Environment.read()
+    if environment.follower_fd is None:
+        return _listen_in_directory()
+    if not environment.secret:
+        raise InvalidArgument("serve: MLXDIST_FOLLOWER_FD needs MLXDIST_SECRET; `mlxdist serve --hostfile` sets both")
+    return _listen_at(environment.follower_fd)
+
+
+def _listen_at(descriptor: int) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=descriptor)
+        listener.set_inheritable(False)
+        listener.listen(2 * MAX_REQUESTS)
+    except OSError as error:
+        raise InvalidArgument(
+            f"serve: descriptor {descriptor} (MLXDIST_FOLLOWER_FD) is not the launcher's socket: {error.strerror}; a "
+            "program between `mlxdist serve` and this one has closed it: let it pass the descriptor on, or give "
+            "--max-restarts 0"
+        ) from None
+    return listener
+
+
+def _listen_in_directory() -> socket.socket:
     path = Path(os.environ["TMPDIR"], SOCKET)
     listener = socket.socket(socket.AF_UNIX)
     try:

@@ -1,8 +1,9 @@
 """The protocol between the application of HTTP and rank 0: what a client asks for, in types, and what comes back.
 
-Each call has a connection of its own, a Unix domain socket or a pair of sockets. The application sends one line of
-JSON, a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each: the last one is :class:`Result`,
-:class:`Failed`, or the :class:`Finished` of the last choice. To close the connection is to cancel the call.
+Each call has a connection of its own: a pair of sockets, a Unix domain socket, or an `authenticated_stream`. The
+application sends one line of JSON, a :class:`Call`. Rank 0 answers with lines of JSON, :class:`Event` each: the last
+one is :class:`Result`, :class:`Failed`, or the :class:`Finished` of the last choice. To close the connection is to
+cancel the call.
 """
 
 from typing import Annotated, Any, Literal

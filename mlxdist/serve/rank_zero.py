@@ -17,7 +17,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from mlxdist.base.environment import format_address
+from mlxdist.base.local_network import hint
+
+from .authenticated_stream import connect
 from .listener import SOCKET
+from .log import say
 from .protocol import EVENT, MAX_LINE, Call, Event, Failed, Finished, Generate, Result, Status
 from .refusal import Refusal
 
@@ -78,7 +83,9 @@ class RankZero:
     ) -> None:
         self._connect, self._request_timeout = connect, request_timeout
         self._is_in_launcher = connect is None
-        self._socket: Path | None = None
+        self._place: Path | tuple[str, int] | None = None
+        self._secret = b""
+        self._has_said = False  # that TCP does not reach rank 0, in this start
         self._outage: _Outage | None = None
         self._is_last = False  # no outage follows, and this one has no end
         self._started = self._ready = self._expected = 0.0  # when this start began, was and will be ready; 0: not yet
@@ -86,8 +93,8 @@ class RankZero:
         self._status: asyncio.Task[dict[str, Any]] | None = None
         self._answered = -math.inf  # when rank 0 last sent an event
 
-    def starting(self, temporary: Path) -> None:
-        self._loop.call_soon_threadsafe(self._begin, temporary / SOCKET)
+    def starting(self, place: Path | tuple[str, int], secret: str = "") -> None:
+        self._loop.call_soon_threadsafe(self._begin, place, bytes.fromhex(secret))
 
     def seconds_ready(self) -> float:
         return time.monotonic() - self._ready if self._ready else 0.0
@@ -156,7 +163,7 @@ class RankZero:
         try:
             async with asyncio.timeout(None) as limit:
                 for is_again in (False, True):
-                    start = self._socket
+                    start = self._place
                     try:
                         return await attempt()
                     except Refusal as refusal:
@@ -165,7 +172,7 @@ class RankZero:
                         outage = await self._look() if is_failure else None
                         # Without an outage these are other ranks, if the one before is over already.
                         is_final = is_again or has_output()
-                        if outage is None and (is_final or not is_failure or self._socket == start):
+                        if outage is None and (is_final or not is_failure or self._place == start):
                             raise
                     limit.reschedule(arrived + self._request_timeout)
                     if outage is not None:
@@ -201,16 +208,20 @@ class RankZero:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 await self.status()
         except TimeoutError:
+            if self._outage is not None:
+                raise self._unavailable(self._outage) from None
             if time.monotonic() - self._answered > _LOOK_SECONDS:
                 raise Refusal(_SILENT, 503) from None
 
-    def _begin(self, path: Path) -> None:
-        self._socket, self._started, self._ready, self._status = path, time.monotonic(), 0.0, None
+    def _begin(self, place: Path | tuple[str, int], secret: bytes) -> None:
+        self._place, self._secret, self._has_said = place, secret, False
+        self._started, self._ready, self._status = time.monotonic(), 0.0, None
         self._expected = self._started + self._load_seconds
 
     def _explain(self, reason: str, pause: float | None) -> None:
         outage = self._lose(reason)
         outage.reason, self._is_last = reason, pause is None
+        self._place, self._ready = None, 0.0  # they have ended; on a host that is lost they may not know it yet
         outage.is_explained.set()
         self._expected = time.monotonic() + (pause or 0.0) + self._load_seconds
 
@@ -229,9 +240,9 @@ class RankZero:
 
     async def _look(self) -> _Outage | None:
         """Asks rank 0 for its status. Returns the outage, or None if rank 0 is ready."""
-        asked = self._socket, self._outage
+        asked = self._place, self._outage
         reason = _SILENT if self._is_last else (await self._ask_status())["reason"]
-        if asked != (self._socket, self._outage):  # an answer of the ranks before
+        if asked != (self._place, self._outage):  # an answer of the ranks before
             return self._outage
         if reason:
             outage = self._lose(reason)
@@ -266,31 +277,46 @@ class RankZero:
     async def _connected(self) -> _Connection:
         if self._connect is not None:
             return await self._connect()
-        if self._socket is None:
+        if self._place is None:
             raise ConnectionRefusedError
-        return await asyncio.open_unix_connection(sock=await self._reached(self._socket), limit=_READ_AHEAD)
+        return await self._reached(self._place)
 
-    async def _reached(self, path: Path) -> socket.socket:
-        """A socket that is connected to rank 0. Waits while its queue of connections is full, or no descriptor is free.
+    async def _reached(self, place: Path | tuple[str, int]) -> _Connection:
+        """A connection to rank 0. Waits while its queue of connections is full, or no descriptor is free.
 
-        That is so when many requests of many choices come at once. asyncio takes EAGAIN, a full queue, for a
-        connection.
+        That is so when many requests of many choices come at once.
         """
-        refused_until = time.monotonic() + _REFUSED_SECONDS
+        refused_until = time.monotonic() + (_REFUSED_SECONDS if isinstance(place, Path) else 0.0)
         while True:
             try:
-                return _connected_at_once(path)
+                if isinstance(place, Path):
+                    connection = _connected_at_once(place / SOCKET)
+                    return await asyncio.open_unix_connection(sock=connection, limit=_READ_AHEAD)
+                return await connect(*place, self._secret, _READ_AHEAD)
             except ConnectionRefusedError:
                 if time.monotonic() >= refused_until:
                     raise
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE):
+                    self._say_unreachable(place, error)
                     raise
             await asyncio.sleep(_CONNECT_PAUSE)
 
+    def _say_unreachable(self, place: Path | tuple[str, int], error: OSError) -> None:
+        """Says once in a start that TCP does not reach rank 0's host, though ssh does: else it would only be silent."""
+        if isinstance(place, Path) or self._has_said or isinstance(error, ConnectionResetError):
+            return
+        self._has_said = True
+        problem = (error.strerror or "no response") + hint(error)
+        say(
+            f"rank 0 cannot be reached by TCP at {format_address(*place)}: {problem}; if a firewall is on the way, let "
+            "it pass; if ssh goes through another machine, give --max-restarts 0: then rank 0 listens for clients"
+        )
+
 
 def _connected_at_once(path: Path) -> socket.socket:
-    """A socket of a Unix domain, which has its connection now or not at all."""
+    """A socket of a Unix domain, which has its connection now or not at all: asyncio takes EAGAIN, a full queue, for
+    one."""
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)
     try:

@@ -9,7 +9,7 @@ from launching import LAUNCH, RANK, nothing_left  # noqa: F401  (nothing_left is
 from ssh_hosts import ssh_hosts
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.launch.hosts import address_for_others
+from mlxdist.launch.hosts import address_for_launcher, address_for_others
 
 NAMES = ["nowhere.invalid"] * 2
 REACHED = ["10.0.0.1", "5000", "10.0.0.2", "22"]  # SSH_CONNECTION
@@ -39,6 +39,25 @@ def test_a_link_local_address_is_not_given_to_others(connections):
     assert address_for_others(["nowhere.invalid", "10.0.0.9"], connections) == "10.0.0.9"
     with pytest.raises(ResourceError):
         address_for_others(["localhost", "a" * 64], connections)
+
+
+@pytest.mark.parametrize(
+    "ips, connection, address",
+    [
+        ((), REACHED, "10.0.0.2"),
+        (("192.168.5.1",), REACHED, "10.0.0.2"),  # Thunderbolt between the hosts, which the launcher is not in
+        (("192.168.5.1", "10.0.0.9"), LINK_LOCAL, "192.168.5.1"),
+        (("192.168.5.1",), [], "192.168.5.1"),  # an --ssh that is no ssh
+        ((), [], "127.0.0.1"),
+    ],
+)
+def test_the_address_at_which_the_launcher_reaches_rank_0(ips, connection, address):
+    assert address_for_launcher(ips, NAMES, connection) == address
+
+
+def test_the_launcher_needs_an_address_that_leads_somewhere():
+    with pytest.raises(ResourceError, match='give "ips" of that host in the hostfile'):
+        address_for_launcher((), NAMES, LINK_LOCAL)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ASKED, LAUNCH, closing_line, launch, nothing_left, python, running  # noqa: F401
+from fake_ssh import fake_ssh
+from launching import ASKED, LAUNCH, RANK, closing_line, launch, nothing_left, python, running  # noqa: F401
 from waiting import wait_for
 
 from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs, read_job
@@ -33,6 +34,36 @@ def test_the_whole_group_starts_again_until_it_succeeds():
     first, second = restarts(job)
     assert re.search(r"rank 1 failed first, killed by SIGKILL .* after \d+\.\d s; .*; restart 1 of 3 in 1 s\.$", first)
     assert second.endswith("; restart 2 of 3 in 2 s.")
+
+
+def test_a_host_that_is_gone_at_a_restart_costs_a_restart(tmp_path):
+    """As one that has lost its power, and comes back. At the first start it is an error at once."""
+    program = f"""
+import os
+with open({str(tmp_path / "calls")!r}, "a+") as calls:
+    calls.seek(0)
+    number = len(calls.read())
+    calls.write("x")
+if number in (1, 4):
+    sys.exit("ssh: connect to host other port 22: No route to host")
+sys.exit(subprocess.run(["sh", "-c", command]).returncode)"""
+    options = ["--hosts", "other", "--ssh", fake_ssh(tmp_path, program).ssh[0], "--max-restarts", "2"]
+    command = [
+        *LAUNCH,
+        *options,
+        "--",
+        sys.executable,
+        "-c",
+        RANK + RESTART + "print(restart, flush=True)\nos._exit(restart < 2)",
+    ]
+    job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert (job.returncode, job.stdout) == (0, b"[0 other] 0\n[0 other] 2\n"), job.stderr
+    gone = "other does not respond: ssh: connect to host other port 22: No route to host"
+    first, second = restarts(job)
+    assert "restart 1 of 2 in 1 s" in first and gone in second and second.endswith("; restart 2 of 2 in 2 s.")
+    (tmp_path / "calls").write_text("xxxx")
+    job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert job.returncode == 1 and gone in job.stderr.decode() and not restarts(job)
 
 
 def test_without_the_option_nothing_starts_again():

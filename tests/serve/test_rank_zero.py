@@ -10,7 +10,9 @@ from rank_zero import (
     FINISHED,
     PROGRESS,
     REASON,
+    SECRET,
     FakeRankZero,
+    TcpSocket,
     answer,
     events_of,
     launcher_server,
@@ -21,7 +23,16 @@ from rank_zero import (
 )
 from waiting import wait_for
 
+from mlxdist.serve.listener import SOCKET
 from mlxdist.serve.protocol import Failed, Output
+
+
+@pytest.fixture(params=["here", "on another host"])
+def client(client, request):
+    """A server whose rank 0 is here, or is reached by TCP."""
+    client.is_elsewhere = request.param == "on another host"
+    return client
+
 
 FAILED = Failed(message="the server has failed: rank 1 has died", status=503)
 LATE = Failed(message="the request has taken too long", status=504)
@@ -40,19 +51,20 @@ def test_requests_before_the_ranks_are_ready_get_the_reason(client):
 def test_retry_after_is_the_time_of_the_last_start(client):
     with started(client) as rank_0:
         rank_0.end()
+        assert client.server.seconds_ready() > 0
         client.server.failed(REASON, 2.0)
         assert wait_for(lambda: client.health()[1].get("reason") == EXPLAINED)
         status, body, headers = client.generate(answer("x"))
     assert (status, message(body)) == (503, EXPLAINED) and 1 <= int(headers["Retry-After"]) <= 4
-    assert client.server.seconds_ready() > 0
+    assert client.server.seconds_ready() == 0  # until the next start is ready: the launcher may fail to make one
 
 
 def test_rank_0_that_does_not_serve_yet_says_why(client):
-    rank_0 = FakeRankZero()
+    rank_0 = FakeRankZero(is_elsewhere=client.is_elsewhere)
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(rank_0.end)
         rank_0.reason = "the prefix cache is being read"
-        client.server.starting(rank_0.temporary)
+        client.server.starting(rank_0.place, SECRET.hex())
         status, body, _ = client.generate(answer("x"))
     assert (status, message(body)) == (503, "the model is being loaded")  # the launcher's reason is the first
 
@@ -132,6 +144,22 @@ def test_a_request_that_fails_alone_is_not_computed_again(client, rank_0):
     assert client.health()[0] == 200 and len(rank_0.calls) == 1
     status, body, _ = client.generate(said(LATE), answer("x"))
     assert (status, message(body)) == (504, LATE.message) and len(rank_0.calls) == 2
+
+
+def test_hosts_that_lose_each_other_for_a_moment(client, rank_0):
+    """Nothing has died: the launcher says nothing, and rank 0 is the same when it is back."""
+    if not client.is_elsewhere:
+        return
+    rank_0.tcp.close()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.generate, answer("Hello"))
+        assert wait_for(lambda: client.health()[0] == 503)
+        status, body, headers = client.generate(answer("x"))
+        assert (status, message(body)) == (503, "rank 0 does not answer") and int(headers["Retry-After"]) >= 1
+        rank_0.tcp = TcpSocket(rank_0.temporary / SOCKET, rank_0.tcp.address[1])
+        assert wait_for(lambda: client.health()[0] == 200)
+        status, found, _ = asked.result()
+    assert (status, found["choices"][0]["text"]) == (200, "Hello") and len(rank_0.calls) == 1
 
 
 def test_a_request_waits_for_its_time_and_not_longer():

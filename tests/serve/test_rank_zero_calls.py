@@ -13,6 +13,7 @@ import pytest
 from pydantic_core import PydanticSerializationError
 from rank_zero import ADMITTED, FINISHED, said
 
+from mlxdist.serve import authenticated_stream
 from mlxdist.serve.application import _events
 from mlxdist.serve.listener import SOCKET
 from mlxdist.serve.protocol import Failed, Generate, Prompt, Result
@@ -80,6 +81,26 @@ def test_more_calls_come_at_once_than_there_is_room_for(tmp_path, missing):
 
     count = 8
     assert asyncio.run(burst()) == [[ADMITTED, FINISHED]] * count
+
+
+def test_a_host_that_tcp_does_not_reach_is_named_once(client, monkeypatch, capfd):
+    """ssh may reach it through another machine. A start after it is another matter."""
+    monkeypatch.setattr(authenticated_stream, "_CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fills:
+        for _ in range(3):  # its queue is full: the kernel answers no more
+            connection = fills.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(listener.getsockname())
+        host, port = listener.getsockname()
+        said = ""
+        for start in (1, 2):
+            client.server.starting((host, port), "5e" * 32)
+            for _ in range(3):
+                status, found, _ = client.generate([])
+                assert (status, found["error"]["message"]) == (503, "the model is being loaded")
+            said += capfd.readouterr().err
+            assert said.count(f"rank 0 cannot be reached by TCP at {host}:{port}: no response; if") == start
+    assert "give --max-restarts 0" in said
 
 
 def test_a_call_that_cannot_be_written_ends_its_request():

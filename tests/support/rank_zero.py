@@ -1,5 +1,6 @@
 """A peer that speaks mlxdist.serve.protocol in place of rank 0, in threads of this process, and a server before it."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 from waiting import wait_for
 
+from mlxdist.serve.authenticated_stream import AuthenticatedServer
 from mlxdist.serve.http_options import HttpOptions
 from mlxdist.serve.http_server import HttpServer
 from mlxdist.serve.listener import SOCKET, listen
@@ -25,6 +27,7 @@ from mlxdist.serve.rank_zero import RankZero
 ADMITTED = Admitted(model="tiny", prompt_tokens=3, cached_tokens=1)
 PROGRESS = Progress(processed=1, total=3)
 FINISHED = Finished(finish_reason="stop", completion_tokens=2)
+SECRET = b"\x5e" * 32
 REASON = "rank 1 failed first; restart 1 of 3"
 
 
@@ -129,14 +132,17 @@ class FakeRankZero(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     calls: those of Generate and of tokens, to this one and those before it.
     is_busy: whether it answers Status when ``go`` is set, and not before.
     left: one for each client that has left an action that waits for it.
+    tcp: its socket where it is on another host.
     """
 
     daemon_threads = True
     request_queue_size = 300
 
-    def __init__(self, before: "FakeRankZero | None" = None) -> None:
+    def __init__(self, before: "FakeRankZero | None" = None, is_elsewhere: bool = False) -> None:
         self.temporary = Path(tempfile.mkdtemp(prefix="mlxdist-"))
         super().__init__(str(self.temporary / SOCKET), _Handler)
+        self.tcp = TcpSocket(self.temporary / SOCKET) if is_elsewhere else None
+        self.place = self.temporary if self.tcp is None else self.tcp.address
         self.calls: list[dict] = [] if before is None else before.calls
         self.left: list[bool] = []
         self.reason, self.sent = "", 0
@@ -146,16 +152,54 @@ class FakeRankZero(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def end(self) -> None:
         if self.temporary.exists():
+            if self.tcp is not None:
+                self.tcp.close()
             self.shutdown()
             self.server_close()
             shutil.rmtree(self.temporary)
 
 
+class TcpSocket:
+    """Of a rank 0 on another host: what comes there is relayed to the Unix domain socket of the peer above."""
+
+    def __init__(self, path: Path, port: int = 0) -> None:
+        self._path = path
+        listener = socket.create_server(("127.0.0.1", port), backlog=300)
+        self.address: tuple[str, int] = listener.getsockname()
+        self._loop, self._server = asyncio.new_event_loop(), AuthenticatedServer(self._relay, SECRET, 1 << 16)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._server.start(listener, 300), self._loop).result()
+
+    def close(self) -> None:
+        """As the process of rank 0 ends: nothing listens any more when this returns."""
+
+        async def close() -> None:
+            self._server.close()
+
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, to_there = await asyncio.open_unix_connection(str(self._path))
+        except OSError:
+            writer.transport.abort()
+            return
+
+        async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    target.write(data)
+                    await target.drain()
+            target.close()
+
+        await asyncio.gather(pass_on(reader, to_there), pass_on(there, writer))
+
+
 class Client:
-    """A client of an :class:`HttpServer`."""
+    """A client of an :class:`HttpServer`. ``is_elsewhere``: rank 0 is on another host, which is reached by TCP."""
 
     def __init__(self, server: HttpServer) -> None:
-        self.server = server
+        self.server, self.is_elsewhere = server, False
         scheme, _, place = server.address.partition("://")
         self.host, port = place.rsplit(":", 1)
         self.port, self._has_tls = int(port), scheme == "https"
@@ -235,9 +279,9 @@ def launcher_server(has_small_buffers: bool = False, **options: Any) -> Iterator
 @contextlib.contextmanager
 def started(client: Client, before: FakeRankZero | None = None) -> Iterator[FakeRankZero]:
     """Rank 0, started by the launcher of this server."""
-    rank_zero = FakeRankZero(before)
+    rank_zero = FakeRankZero(before, client.is_elsewhere)
     try:
-        client.server.starting(rank_zero.temporary)
+        client.server.starting(rank_zero.place, SECRET.hex())
         assert wait_for(lambda: client.health()[0] == 200)
         yield rank_zero
     finally:

@@ -162,9 +162,13 @@ class ServerProcess:
         cwd: Path | None = None,
         restarts: int | None = None,
         before: Sequence[object] = (),
+        prefix: Sequence[str] = (),
         **variables: str,
     ) -> None:
-        """With ``restarts``, or words that come ``before`` the command of a rank, by `mlxdist launch`."""
+        """With ``restarts``, or words that come ``before`` the command of a rank, by `mlxdist launch`.
+
+        ``prefix``: words that come before all, of a command that runs the others.
+        """
         command = [sys.executable, "-P", "-m", "mlxdist", "serve", model, "--port", 0, *options]
         if restarts is not None or before:
             command = [*command[:4], "launch", "-n", ranks, "--max-restarts", restarts or 0, "--", *before, *command]
@@ -174,7 +178,7 @@ class ServerProcess:
         self.name = uuid.uuid4().hex  # by which its processes are found
         environment = ENVIRONMENT | {"SERVER": self.name}
         self.process = subprocess.Popen(
-            list(map(str, command)),
+            [*prefix, *map(str, command)],
             env=environment | variables,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -193,7 +197,7 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if match := re.search(r"is ready at (http://[^\s,]+), ranks:", line):
+            if match := re.search(r"is ready at (http://[^\s,]+)[^,]*, ranks:", line):
                 found.put(match[1])
         found.put(None)
 

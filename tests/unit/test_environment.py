@@ -87,6 +87,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_SECRET": "secret"}, ["MLXDIST_SECRET", "hex"]),
         ({"MLXDIST_SECRET": "ab"}, ["MLXDIST_SECRET", "32"]),
         ({"MLXDIST_RENDEZVOUS_FD": "3"}, ["MLXDIST_RENDEZVOUS_FD=3", "MLXDIST_RANK=1", "unset"]),
+        ({"MLXDIST_FOLLOWER_FD": "3"}, ["MLXDIST_FOLLOWER_FD=3", "MLXDIST_RANK=1", "unset"]),
         ({"MLXDIST_RANK": None, "MLXDIST_WORLD_SIZE": None}, ["MLXDIST_RENDEZVOUS=127.0.0.1:4711", "MLXDIST_RANK"]),
         ({"MLXDIST_JOB": "a b"}, ["MLXDIST_JOB='a b'"]),
         ({"MLXDIST_TIMEOUT": "-1"}, ["MLXDIST_TIMEOUT='-1'", "seconds"]),

@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     KNOCK = 16  # rank -> rank 0: before all else
     STATUS_REQUEST = 17  # rank 0 -> rank: an observer requests its status
     STATUS = 18  # rank -> rank 0: a flight record, or nothing; rank 0 -> observer: rank, the same
+    STREAM = 19  # not in the rendezvous: bytes of a stream of `mlxdist serve`, which has the same frames
 
 
 class ProtocolError(Exception):
