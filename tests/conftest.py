@@ -98,6 +98,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
     parser.addoption("--soak-requests", type=int, default=100, metavar="N", help="that each server of the soak gets")
+    parser.addoption(
+        "--conversations", type=int, default=60, metavar="N", help="random ones, over all models and ranks"
+    )
 
 
 @pytest.hookimpl(wrapper=True)

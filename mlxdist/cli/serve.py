@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,23 @@ __all__ = [
 
 _KEY = "MLXDIST_API_KEY"
 COUNT = click.IntRange(min=1)
+
+
+class ByteCount(click.ParamType):
+    """A number of bytes, such as 512MB or 1.5TB."""
+
+    name = "BYTES"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", value.strip(), re.IGNORECASE)
+        if found is None:
+            self.fail(f"{value!r} is not a number of bytes, such as 200GB", parameter, context)
+        return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
+BYTES = ByteCount()
 _RESTARTS = 3
 
 
@@ -186,12 +204,18 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option(
     "--kv-group-size", type=click.Choice([32, 64, 128]), default=64, show_default=True, help="Group size of --kv-bits."
 )
-@click.option("--prompt-cache-size", type=COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
+@click.option("--prompt-cache-size", type=COUNT, help="Sequences in the prefix cache.  [default: what memory has]")
+@click.option("--prompt-cache-tokens", type=click.IntRange(min=0), help="Their tokens.  [default: what memory has]")
 @click.option(
-    "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
+    "--snapshot-interval",
+    type=COUNT,
+    default=4096,
+    show_default=True,
+    help="Tokens between the states that the prefix cache keeps of a model with recurrent layers or sliding windows.",
 )
+@click.option("--prompt-cache-dir", type=USER_PATH, metavar="DIR", help="The prefix cache's disk, also between runs.")
 @click.option(
-    "--prompt-cache-dir", type=USER_PATH, metavar="DIR", help="Keeps the prefix cache from one run to the next."
+    "--prompt-cache-disk", type=BYTES, default="100GB", show_default=True, help="What each rank may have there."
 )
 @click.option("--max-tokens", type=COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")
@@ -261,6 +285,7 @@ def serve(
         "max_total_tokens",
         "prompt_cache_size",
         "prompt_cache_tokens",
+        "snapshot_interval",
     )
     options = ServeOptions(
         model,
@@ -279,7 +304,7 @@ def serve(
             "shard_vocabulary",
             "split_blocks",
         ),
-        **some("max_queue", "max_context", "chat_template_args", "prompt_cache_dir"),
+        **some("max_queue", "max_context", "chat_template_args", "prompt_cache_dir", "prompt_cache_disk"),
         **some("kv_bits", "kv_group_size"),
     )
     sys.exit(Server(options).run())

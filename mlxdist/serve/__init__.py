@@ -31,12 +31,12 @@ decisions.py        what rank 0 decides before a step, as one small message: whi
 placement.py        Layout: which rank holds what of the model, given or chosen
 worker.py           BatchLimits; carry out the message, and run a step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time
-memory.py           how many tokens of KV caches every rank has memory for
-prefix_cache.py     mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
+memory.py           the memory of every rank for caches
+prefix_tree.py      the prefix cache, a radix tree over tokens; cache_blocks.py: the parts of caches that it holds
+prefix_disk.py      its disk tier
 quantized_cache.py  KV caches of a few bits in batches
 row_caches.py       values of the rows of a batch; adapters.py: the adapter of each row
 prompt_logprobs.py  log-probabilities of the tokens of prompts
-snapshot.py         the prefix cache on disk, from one run to the next
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance
 vocabulary.py       the output layer sharded over the vocabulary, and samples from its shards

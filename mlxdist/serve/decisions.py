@@ -40,12 +40,11 @@ MAX_STOP_TOKENS = 64  # of one request
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 MAX_ENDS = 48  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
-SEGMENTS = ("system", "user", "assistant")  # kinds of mlx-lm's prompt cache
 
 _MAGIC = b"mlxS"
 _HEADER = struct.Struct("<4sIIIHHBB")
 _REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?BHI? IBHIB")
-_SEGMENT = struct.Struct("<BI")
+_SEGMENT = struct.Struct("<I")
 _END = struct.Struct("<II")
 
 
@@ -56,8 +55,7 @@ class Admission:
     Attributes:
         number: the number of the request; they count from 0.
         prompt: the tokens of the prompt.
-        segments: the prompt in parts, each with its kind of SEGMENTS and its number of tokens. mlx-lm's prompt cache
-            keeps the end of each.
+        segments: the prompt in parts, each as its number of tokens, at whose ends the prefix cache keeps it.
         max_tokens: the maximum number of tokens to generate.
         seed: the seed of this request's samples.
         sampling, logits: arguments for mlx-lm's samplers and logits processors.
@@ -74,7 +72,7 @@ class Admission:
 
     number: int
     prompt: Sequence[int]
-    segments: Sequence[tuple[str, int]]
+    segments: Sequence[int]
     max_tokens: int
     seed: int
     sampling: SamplingArguments
@@ -116,7 +114,7 @@ class Admission:
         return b"".join(
             [
                 _REQUEST.pack(*fixed, *others, *counts),
-                *(_SEGMENT.pack(SEGMENTS.index(kind), length) for kind, length in self.segments),
+                *map(_SEGMENT.pack, self.segments),
                 np.array(self.prompt, "<u4").tobytes(),
                 np.array(list(bias), "<u4").tobytes(),
                 np.array(list(bias.values()), "<f8").tobytes(),
@@ -131,12 +129,12 @@ class Admission:
         (number, most, seed, generated, *parameters), others, counts = fields[:-10], fields[-10:-5], fields[-5:]
         logprobs, scores, adapter, min_tokens, ignore_eos = others
         prompt, segments, biases, grammar, stop_tokens = counts
-        parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size)) for _ in range(segments)]
+        parts = [_SEGMENT.unpack(reader.take(_SEGMENT.size))[0] for _ in range(segments)]
         _require(0 < prompt <= MAX_PROMPT and most > 0, "a request has no prompt, too long a one, or no tokens to make")
         _require(scores <= 1 + MAX_TOP_LOGPROBS, "there are too many likely tokens")
         _require(generated < prompt, "an answer has no prompt")
-        _require(all(kind < len(SEGMENTS) and length for kind, length in parts), "a segment is none")
-        _require(sum(length for _, length in parts) == prompt, "the segments are not the prompt")
+        _require(all(parts), "a segment is none")
+        _require(sum(parts) == prompt, "the segments are not the prompt")
         _require(biases <= MAX_BIASES, "logit_bias is too long")
         _require(grammar <= MAX_GRAMMAR, "a grammar is too long")
         _require(stop_tokens <= MAX_STOP_TOKENS, "there are too many stop tokens")
@@ -147,7 +145,7 @@ class Admission:
         return cls(
             number,
             tokens,
-            [(SEGMENTS[kind], length) for kind, length in parts],
+            parts,
             most,
             seed,
             SamplingArguments(*parameters[:6]),

@@ -22,6 +22,9 @@ class _Answer(Protocol):
     def prompt_tokens(self) -> int: ...
 
     @property
+    def cached_tokens(self) -> int: ...
+
+    @property
     def completion_tokens(self) -> int: ...
 
     @property
@@ -61,6 +64,7 @@ class RequestRecord:
         """Prints the line. The path is the client's: its control characters are escaped."""
         answer, seconds = self.answer, time.monotonic() - self.arrived
         prompt, completion = (answer.prompt_tokens, answer.completion_tokens) if answer else (0, 0)
+        cached = answer.cached_tokens if answer else 0
         outcome = self.outcome or ", ".join(sorted(set(answer.finish_reasons)) if answer else ())
         if log_format == "json":
             line = {
@@ -70,6 +74,7 @@ class RequestRecord:
                 "path": self.path,
                 "status": self.status,
                 "prompt_tokens": prompt,
+                "cached_tokens": cached,
                 "completion_tokens": completion,
                 "first_byte_seconds": None if self.first_byte is None else round(self.first_byte, 6),
                 "seconds": round(seconds, 6),
@@ -77,7 +82,7 @@ class RequestRecord:
             }
             print(json.dumps(line), file=sys.stderr, flush=True)
             return
-        tokens = f", {prompt} + {completion} tokens" if answer else ""
+        tokens = f", {prompt} ({cached} cached) + {completion} tokens" if answer else ""
         first = "" if self.first_byte is None else f", first byte after {self.first_byte:.3f} s"
         path = json.dumps(self.path)[1:-1]
         say(f"{self.id} {self.method} {path} {self.status}{tokens}{first}, {seconds:.3f} s: {outcome or 'done'}")

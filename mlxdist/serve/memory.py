@@ -1,9 +1,11 @@
-"""The number of tokens of KV caches that every rank has memory for.
+"""The memory of every rank for the caches of requests and of the prefix tree.
 
-Ranks have unequal shares and memory, but admit the same requests: they agree on the smallest number of tokens.
+Ranks have unequal shares and memory, but admit and keep the same: each knows what all of them have left.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +18,46 @@ from mlxdist.nn.rank_checks import agree, texts
 from mlxdist.runtime.device_memory import device_limit
 from mlxdist.runtime.group.group import Group
 
-__all__ = ["UNLIMITED", "cache_sizes", "reserved", "tokens_that_fit"]
+__all__ = ["UNLIMITED", "CacheMemory", "cache_memory", "cache_sizes", "reserved"]
 
 UNLIMITED = 1 << 62
 _SHARE = 0.9  # of the device's memory; what a step computes has the rest
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The memory for the caches of requests and of the prefix tree, of every rank.
+
+    Attributes:
+        left: bytes of each rank, beside its weights.
+        per_token, per_states: bytes of each rank for a token, and for the states after a token, which do not grow.
+        limits: bytes that MLX is to use on each rank in all.
+    """
+
+    left: tuple[float, ...] = (float(UNLIMITED),)
+    per_token: tuple[float, ...] = (1.0,)
+    per_states: tuple[float, ...] = (0.0,)
+    limits: tuple[float, ...] = (float(UNLIMITED),)
+
+    def fits(self, tokens: int, states: int) -> bool:
+        """Whether every rank has the memory for that many tokens, and for the states after that many of them."""
+        each = zip(self.left, self.per_token, self.per_states)
+        return all(tokens * of_token + states * of_states <= left for left, of_token, of_states in each)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that fit, without states."""
+        counts = [int(left / of_token) for left, of_token in zip(self.left, self.per_token) if of_token]
+        return max(0, min(counts, default=UNLIMITED))
+
+    def less(self, each: Sequence[float]) -> "CacheMemory":
+        """The memory without that many bytes of each rank."""
+        return replace(self, left=tuple(left - taken for left, taken in zip(self.left, each)))
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Bytes of a token and of its states where they are the most."""
+        return max(self.per_token), max(self.per_states)
 
 
 def reserved(needs: Collection[int]) -> int:
@@ -30,13 +68,15 @@ def reserved(needs: Collection[int]) -> int:
     return len(needs) * max(needs, default=0)
 
 
-def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -> int:
-    """The number of tokens of KV caches that fit on the rank with the least memory left by its weights. Collective.
+def cache_memory(
+    model: nn.Module, requests: int, chunk: int, group: Group, max_total_tokens: int | None = None
+) -> CacheMemory:
+    """The memory that the ranks have left for caches. Collective.
 
     Args:
-        requests: the maximum number of requests, each with state that does not grow with tokens: sliding windows,
-            linear attention.
+        requests: the maximum number of requests that run, each with states: sliding windows, linear attention.
         chunk: tokens that a sliding window may have beyond its size.
+        max_total_tokens: the number of tokens to use memory for, in place of what is left.
 
     Raises:
         InvalidArgument: on every rank; some rank has no memory for KV caches.
@@ -44,17 +84,20 @@ def tokens_that_fit(model: nn.Module, requests: int, chunk: int, group: Group) -
     per_token, fixed = cache_sizes(model, chunk)
     neighbors = texts(host_identity(), group).count(host_identity())
     # Ranks on one host share the memory of its device.
-    left = int(_SHARE * device_limit() / neighbors - mx.get_active_memory() - fixed * requests)
-    fit = 0 if left <= 0 else min(int(left / per_token), UNLIMITED) if per_token else UNLIMITED
-    found = agree("serve", group, None, {}, [fit, left])
-    rank = int(found[:, 0].argmin())
-    tokens, left = map(int, found[rank])
-    if tokens < 2:
+    limit = _SHARE * device_limit() / neighbors
+    left = limit - mx.get_active_memory() - fixed * requests
+    if max_total_tokens is not None and per_token:
+        left, limit = per_token * max_total_tokens, UNLIMITED
+    found = agree("serve", group, None, {}, [int(left), *map(math.ceil, (per_token, fixed)), int(limit)])
+    columns = (tuple(map(float, column)) for column in found.T.tolist())
+    memory = CacheMemory(*columns)
+    if memory.tokens < 2 or min(memory.left) < 0:
+        rank = min(range(group.size()), key=lambda rank: memory.left[rank] / (memory.per_token[rank] or 1))
         raise InvalidArgument(
-            f"serve: rank {rank} has {left / 1e9:.2f} GB left for KV caches beside its weights; share the model over "
-            "more ranks, lower --decode-concurrency or --prompt-cache-size, or give --max-total-tokens"
+            f"serve: rank {rank} has {memory.left[rank] / 1e9:.2f} GB left for KV caches beside its weights; share the "
+            "model over more ranks, lower --decode-concurrency, or give --max-total-tokens"
         )
-    return tokens
+    return memory
 
 
 def cache_sizes(model: nn.Module, chunk: int) -> tuple[float, float]:

@@ -80,7 +80,9 @@ class Metrics:
                 "running": "Requests in the batch.",
                 "queued": "Requests that wait for a place in it.",
                 "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
-                "prefix_cache_tokens": "Tokens of all sequences in the prefix cache.",
+                "prefix_cache_tokens": "Tokens of the prefix cache in memory; those that sequences share count once.",
+                "prefix_cache_snapshots": "States of the prefix cache in memory from which prompts can go on.",
+                "prefix_cache_disk_bytes": "Bytes of the prefix cache on the disk of the rank with the largest shard.",
             }.items()
         }
         self._memory = gauge(
@@ -136,7 +138,7 @@ class Metrics:
         self._memory.labels(str(rank)).set(active_bytes)
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """All metrics. ``gauges``: the values now of "running", "queued", "reserved_tokens", "prefix_cache_tokens"."""
+        """All metrics. ``gauges``: the values now of those that are gauges, but for memory."""
         for name, value in gauges.items():
             self._gauges[name].set(value)
         return self._registry.text()

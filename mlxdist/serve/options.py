@@ -37,7 +37,8 @@ class ServeOptions:
         defaults: values for max_tokens, temp, top_p, top_k and min_p of a request, with the names of mlx_lm.server.
         kv_bits: bits of an element of the KV caches; None for the model's dtype.
         kv_group_size: elements of a head that share a scale and a bias, with ``kv_bits``.
-        prompt_cache_dir: the directory that keeps the prefix cache between runs; None for none.
+        prompt_cache_dir: the directory of the prefix cache's disk tier; None for none.
+        prompt_cache_disk: bytes that each rank may have there.
         chat_template_args: variables of the chat template.
     """
 
@@ -59,6 +60,7 @@ class ServeOptions:
     kv_bits: int | None = None
     kv_group_size: int = 64
     prompt_cache_dir: str | None = None
+    prompt_cache_disk: int = 100_000_000_000
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
 
@@ -86,5 +88,3 @@ class ServeOptions:
             )
         if self.shard_vocabulary and self.limits.num_draft_tokens:
             raise InvalidArgument("serve: the vocabulary is not sharded with drafts")
-        if self.prompt_cache_dir and (self.draft_model or self.adapter_path or names):
-            raise InvalidArgument("serve: the prefix cache is not saved with a draft model or adapters")

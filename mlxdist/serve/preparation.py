@@ -209,21 +209,17 @@ class Preparation:
 
     def _segments(
         self, tokens: list[int], prompt: Prompt, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-    ) -> list[tuple[str, int]]:
-        """The system prompts, the rest, and the beginning of thoughts: what mlx-lm's prefix cache keeps apart."""
+    ) -> list[int]:
+        """Lengths of the system prompts, the rest, and the beginning of thoughts, as mlx-lm cuts prompts."""
         if not messages or not self._tokenizer.has_chat_template or messages[-1]["role"] != "user":
-            return [("assistant", len(tokens))]
+            return [len(tokens)]
         system_end = self._system_end(tokens, prompt, messages, tools)
         tail = len(tokens)
         if self._tokenizer.has_thinking:
             found = self._tokenizer.rfind_think_start(tokens, start=tail - _THINK_TAIL)
             tail = found if found >= 0 else tail
-        borders = [
-            ("system", 0, system_end),
-            ("user", system_end, tail),
-            ("assistant", max(system_end, tail), len(tokens)),
-        ]
-        return [(kind, end - start) for kind, start, end in borders if end > start] or [("assistant", len(tokens))]
+        borders = [0, system_end, max(system_end, tail), len(tokens)]
+        return [end - start for start, end in zip(borders, borders[1:]) if end > start]
 
     def _system_end(
         self, tokens: list[int], prompt: Prompt, messages: list[dict[str, Any]], tools: list[dict[str, Any]]

@@ -14,8 +14,7 @@ class Prepared(BaseModel):
 
     Attributes:
         tokens: the prompt.
-        segments: kinds and lengths of the parts of the prompt that the prefix cache keeps, with mlx-lm's kinds:
-            "system", "user", "assistant".
+        segments: lengths of the parts of the prompt, at whose ends other prompts go on: a system prompt, a question.
         section: mlx-lm's section of the text with which the answer begins, such as "normal" or "reasoning".
         grammar: the grammar of the answer in llguidance's format; empty for none.
         calls: how calls of tools are written. "text": in the model's own way, in sections of kind "tool".
@@ -28,7 +27,7 @@ class Prepared(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: list[int]
-    segments: list[tuple[str, int]]
+    segments: list[int]
     section: str
     grammar: str = ""
     calls: CallFormat = "text"

@@ -25,7 +25,7 @@ __all__ = ["LATE", "Request", "Scheduler"]
 
 _MAX_RETRY_AFTER = 600  # seconds
 _LEVEL = 60.0  # seconds of waiting that a level of priority is worth
-_REPORT_SECONDS = 10.0  # between two reports of the ranks' memory
+_REPORT_SECONDS = 5.0  # between two reports of the ranks
 _STOPS = "the server stops"
 LATE = "the request has taken too long"
 
@@ -108,7 +108,7 @@ class Request:
             self.admission = replace(
                 asked,
                 prompt=[*asked.prompt, *self.generated],
-                segments=[*asked.segments, ("assistant", made)],
+                segments=[*asked.segments, made],
                 max_tokens=asked.max_tokens - made,
                 generated=made,
             )

@@ -1,15 +1,19 @@
 """Joins the parts of a server: on every rank the model and the loop, on rank 0 the scheduler and its clients."""
 
 import contextlib
+import hashlib
+import itertools
+import json
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -20,23 +24,30 @@ from mlx_lm.utils import load_config
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
+from mlxdist.base.safetensors_reader import Checkpoint
+from mlxdist.nn.models.load.adapters import CONFIG, WEIGHTS
+from mlxdist.nn.models.load.blobs import broadcast_blob
+from mlxdist.nn.models.load.weight_checks import fingerprint
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
+from mlxdist.version import __version__
 
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .endpoint import Endpoint
 from .http_clients import HttpClients
 from .loading import load
-from .memory import tokens_that_fit
+from .log import say
+from .memory import cache_memory
 from .metrics import Metrics
 from .options import ServeOptions
-from .placement import place
+from .placement import ModelPlacement, place
+from .prefix_disk import PrefixDisk
 from .preparation_pool import PreparationPool
 from .scheduler import Scheduler
-from .snapshot import Snapshot
 from .worker import Worker
 
 __all__ = ["Clients", "Server", "run", "take_signals"]
@@ -187,7 +198,9 @@ def run(
         adapters = tuple(adapter for adapter, _ in options.adapters)
         if taken := set(adapters) & set(served):
             raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
-        snapshot = Snapshot(options.prompt_cache_dir, group) if options.prompt_cache_dir else None
+        disk = None
+        if options.prompt_cache_dir:
+            disk = PrefixDisk(options.prompt_cache_dir, options.prompt_cache_disk, group)
         clients = endpoint = None
         if group.rank() == 0:
             pool = PreparationPool(directory, options.chat_template_args)
@@ -206,12 +219,13 @@ def run(
         with agreed(name, own):  # a rank that cannot go on ends no rank that has not yet seen that
             vocabulary = worker.warm_up()
         limits = options.limits
-        kept = limits.decode_concurrency + limits.prompt_cache_size
-        most = limits.max_total_tokens or tokens_that_fit(model, kept, limits.prefill_step_size, group)
-        worker.limit_tokens(most)
-        if snapshot is not None:
-            given = str((options.kv_bits, options.kv_group_size, options.split_blocks))
-            snapshot.load(worker.cache, directory, placement, given)
+        requests, chunk = limits.decode_concurrency, limits.prefill_step_size
+        memory = cache_memory(model, requests, chunk, group, limits.max_total_tokens)
+        worker.limit(memory)
+        if disk is not None:
+            stored = worker.open_disk(disk, disk.open(_identity(options, directory, placement, group)), own)
+            if group.rank() == 0 and stored:
+                say(f"the prefix cache has {stored} parts of prompts and answers on disk")
         scheduler = None
         if clients is not None and endpoint is not None:
             # The other ranks wait in a broadcast with a deadline: rank 0 of an idle server must send before it.
@@ -219,9 +233,9 @@ def run(
             # It was started before the model was loaded. The other ranks wait in a barrier with a deadline.
             endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (own.timeout or 2 * _TOKENIZER_SECONDS) / 2))
             places, queue = limits.decode_concurrency, options.max_queue
-            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, most)
+            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, memory.tokens)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
-            endpoint.open(scheduler, tokenizer, vocabulary, min(context, most), gauges)
+            endpoint.open(scheduler, tokenizer, vocabulary, min(context, memory.tokens), gauges)
         has_started(scheduler, clients)
         try:
             own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
@@ -234,8 +248,8 @@ def run(
                 clients.failed()
             raise
         worker.close()
-        if snapshot is not None:
-            snapshot.save(worker.cache)
+        if disk is not None:
+            disk.close()
 
 
 def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
@@ -256,9 +270,10 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
         if scheduler is not None:
             scheduler.deliver(outcome)
         if decisions.reports:
-            memory = all_gather(np.array([mx.get_active_memory()], np.uint64), group=group)
+            reports = all_gather(worker.report(), group=group).reshape(group.size(), -1)
+            worker.compare(reports)
             if scheduler is not None:
-                scheduler.report(memory.tolist())
+                scheduler.report(reports[:, 0].tolist())
         step, size = (step + 1) % 2**32, decisions.next_size
 
 
@@ -280,6 +295,34 @@ def take_signals(received: list[int], drain: float, scheduler: Scheduler | None,
         signal.signal(number, take)
 
 
+def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> dict[str, str]:
+    """What keys and values on disk depend on, beside tokens. Collective: rank 0 may be the one that has the models."""
+    found: dict[str, str] = {}
+    if group.rank() == 0:
+        adapters = [path for _, path in options.adapters] or [options.adapter_path or ""]
+        found = {
+            "model": fingerprint(Checkpoint(directory)),
+            "draft model": fingerprint(Checkpoint(model_directory(options.draft_model))) if options.draft_model else "",
+            "adapters": _digest_of_adapters([Path(path) for path in adapters if path]),
+            "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
+            "--kv-bits, --kv-group-size or --split-blocks": str(
+                (options.kv_bits, options.kv_group_size, options.split_blocks)
+            ),
+            "version of mlx-lm": version("mlx-lm"),
+            "version of mlxdist": __version__,
+        }
+    parsed: dict[str, str] = parse_json(broadcast_blob(json.dumps(found).encode(), group))
+    return parsed
+
+
+def _digest_of_adapters(directories: Sequence[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for directory, name in itertools.product(directories, (CONFIG, WEIGHTS)):
+        with (directory / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def _context(directory: Path, options: ServeOptions) -> int:
     """The maximum number of tokens of a prompt and its answer. Drafts extend beyond it, and must have positions, too.
 
@@ -298,4 +341,9 @@ def _context(directory: Path, options: ServeOptions) -> int:
 
 def _gauges(scheduler: Scheduler, worker: Worker, metrics: Metrics) -> dict[str, float]:
     metrics.memory(0, mx.get_active_memory())  # that of the other ranks is as they last reported it
-    return scheduler.gauges() | {"prefix_cache_tokens": worker.cache.tokens}
+    cache = worker.cache
+    return scheduler.gauges() | {
+        "prefix_cache_tokens": cache.tokens,
+        "prefix_cache_snapshots": cache.states,
+        "prefix_cache_disk_bytes": cache.disk_bytes,
+    }

@@ -4,8 +4,10 @@ The batch and the prefix cache depend only on the decisions and on tokens, which
 Nothing here reads a clock, a socket or the size of a shard.
 """
 
+import itertools
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import _make_logits_processors
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
@@ -21,13 +23,17 @@ from mlxdist.nn.layout.modules import source_of
 from mlxdist.nn.models.pipeline_batch_generator import PipelineBatchGenerator
 from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.pipeline_parallel.stage import stage_of
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather
 
 from .adapters import AdaptedModel, AdapterCache
 from .answer import Token
+from .cache_blocks import can_be_cut
 from .decisions import Admission, Decisions
 from .grammar import GrammarProcessor, grammar_tokenizer
-from .memory import UNLIMITED, reserved
-from .prefix_cache import PrefixCache
+from .memory import CacheMemory, reserved
+from .prefix_disk import PrefixDisk, StoredNode
+from .prefix_tree import PrefixTree, Reading
 from .prompt_logprobs import PromptLogprobs, ScoredModel, ScoresCache
 from .quantized_cache import are_quantized
 from .row_caches import of_layers, of_rows
@@ -52,7 +58,10 @@ class BatchLimits:
         prompt_concurrency: the number of prompts in one chunk.
         prefill_step_size: the number of tokens of each prompt in a chunk.
         max_total_tokens: tokens of all KV caches, including the prefix cache; None for as many as memory allows.
-        prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
+        prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them; None for as
+            many as memory allows. A prefix that sequences share counts once.
+        snapshot_interval: tokens of a prompt after which the prefix cache keeps the states of a model with sliding
+            windows or recurrent layers, from which another prompt can go on.
         num_draft_tokens: drafts of each request in a step; with 0, a request gets one token per step.
     """
 
@@ -60,8 +69,9 @@ class BatchLimits:
     prompt_concurrency: int = 8
     prefill_step_size: int = 512
     max_total_tokens: int | None = None
-    prompt_cache_size: int = 64
-    prompt_cache_tokens: int = 1 << 15
+    prompt_cache_size: int | None = None
+    prompt_cache_tokens: int | None = None
+    snapshot_interval: int = 4096
     num_draft_tokens: int = 0
 
 
@@ -92,7 +102,6 @@ class _Running:
     """A request of the batch.
 
     Attributes:
-        kinds: the kinds of its segments that are not computed yet, the last first.
         needs: the maximum number of tokens of its KV cache, at its end.
         adapter: the number of its adapter.
         logprobs: whether rank 0 reads log-probabilities.
@@ -100,7 +109,6 @@ class _Running:
         grammar: the processor for the grammar of its answer, or None.
     """
 
-    kinds: list[str]
     needs: int
     adapter: int
     logprobs: bool
@@ -137,10 +145,14 @@ class Worker:
         self._sizes = {"completion_batch_size": self._places, "prefill_batch_size": -(-prompts // self._batches)}
         self._generator = self._new_generator(limits.prefill_step_size)
         self._first_is_due = False  # a token that no request has had before comes in the next step
-        self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
-        self._max_total_tokens = limits.max_total_tokens or UNLIMITED
         self._running: dict[int, _Running] = {}
         self._finished: dict[int, tuple[list[Any], list[int]]] = {}  # of those that run no more, cache and tokens
+        self._limits = limits
+        self._gather: Callable[[np.ndarray], np.ndarray] = lambda row: row[None]
+        self._queue: deque[Admission] = deque()  # of requests whose prompts are read from the disk, or behind those
+        self._reading: Reading | None = None  # for the first of them
+        self._cancelled: set[int] = set()  # of them
+        self.limit(CacheMemory() if limits.max_total_tokens is None else CacheMemory((limits.max_total_tokens,)))
         self.digest = 0
 
     def warm_up(self) -> int:
@@ -171,10 +183,17 @@ class Worker:
             generator.close()
         return vocabulary
 
-    def limit_tokens(self, max_total_tokens: int) -> None:
-        """Limits all KV caches to that many tokens from now on."""
-        self._max_total_tokens = max_total_tokens
+    def limit(self, memory: CacheMemory) -> None:
+        """Makes a prefix cache, which is empty, and limits it and all other caches to that memory."""
+        self._memory, self._above, limits = memory, np.zeros(len(memory.left)), self._limits
+        is_cut = can_be_cut(make_prompt_cache(self._model))
+        self.cache = PrefixTree(is_cut, limits.prompt_cache_size, limits.prompt_cache_tokens, memory.costs)
         self._make_room()
+
+    def open_disk(self, disk: PrefixDisk, stored: Sequence[StoredNode], group: Group) -> int:
+        """Gives the prefix cache a disk with nodes, on all ranks of the ``group``. Returns how many it takes."""
+        self._gather = lambda row: all_gather(row, group=group).reshape(group.size(), -1)
+        return self.cache.open(disk, stored, lambda: make_prompt_cache(self._model))
 
     def _new_generator(self, prefill_step_size: int) -> Any:
         sizes: dict[str, Any] = self._sizes | {"prefill_step_size": prefill_step_size}
@@ -196,9 +215,11 @@ class Worker:
         if decisions.digest != self.digest:
             raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
         outcome = Outcome()
+        self.cache.step += 1
         self.end(decisions.end)
-        for request in decisions.admit:
-            outcome.cached[request.number] = self._admit(request)
+        self._queue += decisions.admit
+        while self._queue and self._is_read(self._queue[0]):
+            self._begin(self._queue.popleft(), outcome)
         if self._running:
             if isinstance(self._generator, BatchGenerator):
                 # mlx-lm computes a chunk of prompts before it returns the tokens of the step, unless the batch is full.
@@ -218,20 +239,41 @@ class Worker:
             outcome.drafted, outcome.accepted = inputs[:, 1:].size, len(outcome.tokens) - len(inputs)
         return outcome
 
+    def _is_read(self, request: Admission) -> bool:
+        """Whether memory has what the disk has for this request, the first of the queue. Collective while it reads."""
+        if self._reading is None and request.prompt_logprobs is None and request.number not in self._cancelled:
+            self._reading = self.cache.read(request.adapter, request.prompt[:-1])
+        if self._reading is None:
+            return True
+        counts = self._gather(np.array([self._reading.count(wait=not self._running)]))
+        if counts.min() < 0:
+            return False
+        self.cache.finish(self._reading, int(counts.min()))
+        self._reading = None
+        return True
+
+    def _begin(self, request: Admission, outcome: Outcome) -> None:
+        cached = self._admit(request)
+        if request.number in self._cancelled:  # now that it has its number in the generator
+            self._cancelled.remove(request.number)
+            self.end([(request.number, 0)])
+        else:
+            outcome.cached[request.number] = cached
+
     def end(self, requests: Sequence[tuple[int, int]]) -> None:
         """Ends ``requests``, pairs as in `Decisions.end`. Their computed tokens stay in the prefix cache, up to a stop
         word, because the requests, or longer ones, may come again."""
+        self._cancelled.update({number for number, _ in requests} & {each.number for each in self._queue})
         kept = {number: tokens for number, tokens in requests if number in self._running}
+        if not kept:
+            return
         computed = self._generator.remove(kept.keys() - self._finished.keys(), return_prompt_caches=True)
         adapters = {number: self._running.pop(number).adapter for number in kept}
         self._make_room()
         for number, most in kept.items():
             cache, tokens = self._finished.pop(number, None) or computed[number]
-            if len(tokens) > most and can_trim_prompt_cache(cache):
-                trim_prompt_cache(cache, len(tokens) - most)
-                tokens = tokens[:most]
-            if 0 < len(tokens) <= most:  # others end with a stop word, and have sliding windows or recurrent states
-                self._insert(tokens, cache, "assistant", adapters[number])
+            if len(tokens) <= most or self.cache.can_be_cut:  # others end with a stop word, and states do not go back
+                self.cache.insert(adapters[number], tokens[:most], cache)
 
     def _gather_logprobs(self, responses: list[Any]) -> None:
         """Gathers the log-probabilities that clients have requested. Collective."""
@@ -249,21 +291,12 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        # mlx-lm's prompt cache has a key for the model. Here it is the adapter, which changes the keys and values.
-        cache, rest = None, prompt
         scores = None if request.prompt_logprobs is None else PromptLogprobs(prompt, request.prompt_logprobs)
-        if scores is None:  # the logits of what is cached are not kept
-            cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt)
-        if not rest:  # the last token is computed in any case: its logits are not kept
-            cache, rest = self.cache.fetch_nearest_cache(request.adapter, prompt[:-1])
-            rest = [*rest, prompt[-1]]
-        cached = len(prompt) - len(rest)
-        segments, kinds, end = [], [], 0
-        for kind, length in request.segments:
-            start, end = max(cached, end), end + length
-            if start < end:
-                segments.append(prompt[start:end])
-                kinds.append(kind)
+        cache, cached = self._prompt_cache(request.adapter, scores), 0
+        if scores is None:  # the logits of what is cached are not kept, so the last token is computed in any case
+            cached = self.cache.fetch(request.adapter, prompt[:-1], cache)
+        ends = [cached, *self._ends_of_segments(request, cached)]
+        segments = [prompt[start:end] for start, end in zip(ends, ends[1:])]
         processors = _make_logits_processors(request)
         ends = [*(() if request.ignore_eos else self._tokenizer.eos_token_ids), *request.stop_tokens]
         asked = len(request.prompt) - request.generated
@@ -280,7 +313,7 @@ class Worker:
         (uid,) = self._generator.insert_segments(
             [segments],
             max_tokens=[request.max_tokens],
-            caches=[self._prompt_cache(request.adapter, scores, cache)],
+            caches=[cache],
             all_tokens=[prompt[:cached]],
             samplers=[sampler],
             logits_processors=[processors],
@@ -288,21 +321,26 @@ class Worker:
         )
         if uid != request.number:
             raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
-        self._running[uid] = _Running(kinds[::-1], request.tokens, request.adapter, request.logprobs, scores, grammar)
+        self._running[uid] = _Running(request.tokens, request.adapter, request.logprobs, scores, grammar)
         self._make_room()
         return cached
 
-    def _prompt_cache(
-        self, adapter: int, scores: PromptLogprobs | None = None, layers: list[Any] | None = None
-    ) -> list[Any]:
-        """A prompt cache of a request. ``layers``: from the prefix cache; None for empty ones."""
+    def _ends_of_segments(self, request: Admission, cached: int) -> list[int]:
+        """Where the prompt is put into the prefix cache as it is computed, and its end."""
+        ends = set(itertools.accumulate(request.segments))
+        if not self.cache.can_be_cut:
+            ends.update(range(0, len(request.prompt), self._limits.snapshot_interval))
+        return sorted(end for end in ends if end > cached)
+
+    def _prompt_cache(self, adapter: int, scores: PromptLogprobs | None = None) -> list[Any]:
+        """The empty prompt cache of a request."""
         made = make_prompt_cache(self._model)
         for each in of_rows(made):
             if isinstance(each, AdapterCache):
                 each.rows = [adapter]
             elif isinstance(each, ScoresCache):
                 each.rows = [scores]
-        return made if layers is None else [*layers, *of_rows(made)]
+        return made
 
     def _grammar_of(self, request: Admission, prompt: int) -> GrammarProcessor | None:
         if not request.grammar:
@@ -311,18 +349,28 @@ class Worker:
         text = request.grammar.decode(errors="replace")
         return GrammarProcessor(text, self._grammar_tokenizer, prompt)
 
+    def report(self) -> np.ndarray:
+        """What :meth:`compare` takes of each rank: bytes that MLX uses, and how far the disk is."""
+        return np.array([mx.get_active_memory(), *self.cache.progress()], np.int64)
+
+    def compare(self, reports: np.ndarray) -> None:
+        """Takes the reports of all ranks, (ranks, 3), at the same step on each."""
+        # What MLX uses beyond its limit, such as for long prompts, the prefix cache gives back until it is no more.
+        self._above = np.maximum(0, self._above + reports[:, 0] - self._memory.limits)
+        done = int(reports[:, 1].min())
+        self.cache.compared(done, bool(reports[reports[:, 1] == done, 2].any()))
+        self._make_room()
+
     def _make_room(self) -> None:
-        self.cache.make_room(self._max_total_tokens - reserved([each.needs for each in self._running.values()]))
+        running = reserved([each.needs for each in self._running.values()])
+        memory = self._memory.less(self._above.tolist())
+        self.cache.make_room(lambda tokens, states: memory.fits(running + tokens, states))
 
     def _keep(self, outcome: Outcome) -> None:
-        """Puts computed segments of prompts into the prefix cache, like mlx-lm's server; holds finished requests."""
-        ended = [
-            response.uid
-            for response in outcome.prefill
-            if response.end_of_segment and not response.end_of_prompt and self._running[response.uid].kinds
-        ]
+        """Puts computed segments of prompts into the prefix cache; holds finished requests."""
+        ended = [response.uid for response in outcome.prefill if response.end_of_segment and not response.end_of_prompt]
         for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
-            self._insert(tokens, cache, self._running[uid].kinds.pop(), self._running[uid].adapter)
+            self.cache.insert(self._running[uid].adapter, tokens, cache)
         for response in [response for response in outcome.tokens if response.finish_reason is not None]:
             grammar = self._running[response.uid].grammar
             has_ended = response.token in self._tokenizer.eos_token_ids
@@ -330,11 +378,6 @@ class Worker:
                 outcome.failed[response.uid] = reason
             _evaluate(of_layers(response.prompt_cache))
             self._finished[response.uid] = response.prompt_cache, response.all_tokens
-
-    def _insert(self, tokens: list[int], cache: list[Any], kind: str, adapter: int) -> None:
-        layers = of_layers(cache)
-        _evaluate(layers)
-        self.cache.insert_cache(adapter, tokens[:], layers, cache_type=kind)
 
 
 def _evaluate(cache: list[Any]) -> None:

@@ -16,7 +16,7 @@ import mlxdist
 from mlxdist.nn import load_sharded
 from mlxdist.serve.answer import Answer
 from mlxdist.serve.decisions import FRAME, Admission, Decisions
-from mlxdist.serve.memory import tokens_that_fit
+from mlxdist.serve.memory import cache_memory
 from mlxdist.serve.metrics import Metrics
 from mlxdist.serve.scheduler import Request, Scheduler
 from mlxdist.serve.worker import BatchLimits, Worker
@@ -26,7 +26,7 @@ own = group.split(0)
 model, tokenizer = load_sharded(sys.argv[1], group=group)
 if "full" in sys.argv[2:]:
     mx.set_memory_limit(1 if group.rank() == 1 else 1 << 30)
-    tokens_that_fit(model, 8, 64, group)
+    cache_memory(model, 8, 64, group)
 worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=64))
 
 

@@ -33,10 +33,8 @@ LOGITS = st.builds(LogitsProcessorArguments, BIAS, NUMBERS, UINT32, NUMBERS, UIN
 
 @st.composite
 def admissions(draw):
-    parts = draw(
-        st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.integers(1, 9)), min_size=1, max_size=3)
-    )
-    prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
+    parts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    prompt = draw(st.lists(UINT32, min_size=(size := sum(parts)), max_size=size))
     most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
     generated = draw(st.integers(0, size - 1))
     scores = draw(st.none() | st.integers(0, MAX_TOP_LOGPROBS))
@@ -82,7 +80,7 @@ def test_the_largest_message_fits_in_what_is_announced():
     """FRAME bytes hold all but what admitted requests bring."""
     most = replace(
         PLAIN,
-        segments=[("system", 1), ("user", 1), ("assistant", 1), ("assistant", 1)],
+        segments=[1, 1, 1, 1],
         prompt=[1, 2, 3, 4],
         logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
         grammar=b"x" * MAX_GRAMMAR,
@@ -103,7 +101,7 @@ def test_the_api_has_the_limits_of_the_ranks():
     "wrong",
     [
         {"prompt": []},
-        {"segments": [("user", 2)]},
+        {"segments": [2]},
         {"segments": []},
         {"max_tokens": 0},
         {"generated": 3},

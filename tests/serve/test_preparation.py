@@ -116,9 +116,9 @@ def mlx_lm_makes(folder, operator, messages, tools=None, arguments=None, text=""
     kind = "chat" if messages else "text"
     request = CompletionRequest(kind, text, json.loads(json.dumps(messages)), tools, None)
     given = SimpleNamespace(chat_template_kwargs=arguments)
-    tokens, parts, kinds, section, _ = ResponseGenerator._tokenize(server, load_tokenizer(folder), request, given)
+    tokens, parts, _, section, _ = ResponseGenerator._tokenize(server, load_tokenizer(folder), request, given)
     assert [token for part in parts for token in part] == tokens
-    return tokens, list(zip(kinds, map(len, parts))), section
+    return tokens, [*map(len, parts)], section
 
 
 @pytest.mark.parametrize("tools", [None, [LOOK]], ids=["", "tools"])
@@ -139,7 +139,7 @@ def test_a_chat_has_the_tokens_segments_and_section_of_mlx_lm(folders, model, to
 def test_the_segments_of_a_chat_that_thinks(chatml):
     """The prompts that the test above compares are not all one segment."""
     made = chatml.prepare(chat(CHATS["system"], prompt={"template_arguments": {"begins": True}}), LIMITS)
-    assert ([kind for kind, _ in made.segments], made.section) == (["system", "user", "assistant"], "reasoning")
+    assert (len(made.segments), made.section) == (3, "reasoning")
 
 
 @pytest.mark.parametrize("begins_text", [False, True])
@@ -169,7 +169,7 @@ def test_a_template_that_takes_no_empty_question(tmp_path):
     """It is rendered with one to find the end of the system prompt, which is for the prefix cache alone."""
     template = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
     made = Preparation(save_model(tmp_path, template=template + PLAIN), {}).prepare(chat(CHATS["system"]), LIMITS)
-    assert made.segments == [("user", len(made.tokens))]
+    assert made.segments == [len(made.tokens)]
 
 
 def test_arguments_of_the_tokenizer_are_no_variables_of_the_template(chatml):

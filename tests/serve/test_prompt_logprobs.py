@@ -131,7 +131,7 @@ def test_those_of_each_rows_adapter(folder, tmp_path):
     prompts, _ = scored(worker, [requests])
     for number, found in prompts.items():
         require(found, prompt, 2, alone[number % 3])
-    assert worker.cache.fetch_nearest_cache(1, [*prompt, 1])[1] == [1]  # which others may continue
+    assert worker.cache.fetch(1, [*prompt, 1], worker._prompt_cache(1)) == len(prompt)  # which others may continue
     later = replace(admission(4, prompt, sampling=GREEDY), adapter=1, prompt_logprobs=2)
     require(scored(worker, [[later]])[0][4], prompt, 2, alone[1])
 

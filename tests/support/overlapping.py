@@ -23,7 +23,7 @@ GREEDY = replace(PLAIN.sampling, temperature=0.0)
 
 
 def admission(number: int, tokens: list[int], **fields: object) -> Admission:
-    return replace(PLAIN, number=number, prompt=tokens, segments=[("user", len(tokens))], max_tokens=20, **fields)
+    return replace(PLAIN, number=number, prompt=tokens, segments=[len(tokens)], max_tokens=20, **fields)
 
 
 def run(worker: Worker, *rounds: list[Admission], cached: dict[int, int] | None = None, cancel: int | None = None):

@@ -52,7 +52,7 @@ ENVIRONMENT = os.environ | {
 PLAIN = Admission(
     7,
     [1, 2, 3],
-    [("user", 3)],
+    [3],
     5,
     2**64 - 1,
     SamplingArguments(0.7, 1.0, 0, 0.0, 0.0, 0.1),

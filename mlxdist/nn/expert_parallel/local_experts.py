@@ -155,8 +155,8 @@ def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool
         return mx.zeros((*experts.shape, base(layer[names[-1]]).output_dims), dtype)
     if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
-    # Not rows[..., None, :]: with sorted indices MLX has taken the stride of that view's new axis for that of its rows, on
-    # Metal before 0.32.1 (ml-explore/mlx#3960); the CUDA kernel of 0.32.4 has not been run on one.
+    # Not rows[..., None, :]: with sorted indices MLX has taken the stride of that view's new axis for that of its rows,
+    # on Metal before 0.32.1 (ml-explore/mlx#3960); the CUDA kernel of 0.32.4 has not been run on one.
     hidden = rows.reshape(*rows.shape[:-1], 1, rows.shape[-1])
     *first, last = (layer[name] for name in names)
     # Up before gate, in mlx-lm's order, for results that are bitwise those of its layer.

@@ -102,6 +102,12 @@ class ApiAnswer(ABC):
         return sum(max(choice.prompt_tokens for choice in group) for group in self._groups())
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompts' tokens, those that the prefix cache had."""
+        # Choices after the first may find their prompt in the cache because the first has put it there.
+        return sum(min(choice.cached_tokens for choice in group) for group in self._groups())
+
+    @property
     def completion_tokens(self) -> int:
         """The tokens of the choices so far."""
         return sum(choice.completion_tokens for choice in self._choices)
@@ -147,9 +153,7 @@ class ApiAnswer(ABC):
         return [self._choices[at : at + self._n] for at in range(0, len(self._choices), self._n)]
 
     def _usage(self) -> dict[str, Any]:
-        # Choices after the first may find their prompt in the cache because the first has put it there.
-        cached = sum(min(choice.cached_tokens for choice in group) for group in self._groups())
-        return _usage(self.prompt_tokens, self.completion_tokens, cached)
+        return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 class ChatAnswer(ApiAnswer):

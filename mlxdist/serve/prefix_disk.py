@@ -1,0 +1,341 @@
+"""The disk tier of the prefix tree: each rank has a file for each node, with its shard of the keys, values and states.
+
+A thread writes nodes in the order in which they were made, which is the same on all ranks, and another one reads. The
+ranks compare at numbered steps how far they are: a node is stored once all have written it, and is in the tree again
+once all have read it. What one rank cannot write or read, no rank uses.
+
+DIRECTORY/rank-1-of-2/identity.json says what the files belong to. A file's name is KEY-START-DIGEST.safetensors: a hash
+of all tokens up to the end of the node, the place where the node begins, and a hash of the file, whose metadata have
+the tokens of the node. Files are written under another name first. So a crash leaves whole files, and each is checked
+when it is read.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlxdist.base.atomic_file import replace_file
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.private_files import make_private_directory, open_private
+from mlxdist.base.validation import build, checked, list_of, map_of, number, plain_text, read_bounded
+from mlxdist.nn.models.load.blobs import gather_blobs
+from mlxdist.runtime.group.group import Group
+
+from .log import say
+
+__all__ = ["PrefixDisk", "StoredNode"]
+
+_IDENTITY = "identity.json"
+_MAX_IDENTITY = 1 << 16  # bytes
+_MAX_HEADER = 1 << 24  # bytes
+_MAX_FILES = 1 << 20
+_MAX_NODE = 1 << 16  # tokens
+_DIGEST_SIZE = 16  # bytes
+_HOUR = 3600.0  # seconds
+_END = 30.0  # seconds that the last writes may take
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,8})-([0-9a-f]{32})\.safetensors")
+
+_IDENTITY_CHECK = map_of(plain_text(256), 16)
+
+Arrays = Mapping[str, mx.array]
+Scalars = Mapping[str, int | float | bool | None]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The metadata of a file."""
+
+    parent: str = checked(plain_text(64))
+    tokens: tuple[int, ...] = checked(list_of(number(0, 2**32 - 1), _MAX_NODE))
+    adapter: int = checked(number(0, 2**16 - 1))
+    states: int = checked(number(0, 1))
+    scalars: Mapping[str, object] = checked(map_of(lambda _, value: value, _MAX_NODE))
+
+
+@dataclass(frozen=True)
+class StoredNode:
+    """A node that the files of all ranks have."""
+
+    key: str
+    start: int
+    parent: str
+    tokens: tuple[int, ...]
+    adapter: int
+    has_states: bool
+
+
+@dataclass
+class _Write:
+    """A node to write; ``arrays`` is None once that has been cancelled or done."""
+
+    key: str
+    start: int
+    facts: dict[str, object]
+    arrays: Arrays | None
+
+
+class PrefixDisk:
+    """This rank's files, in ``directory``, which ranks of one host may share: ``max_bytes`` of them.
+
+    ``hourly``: bytes that are written in an hour; half of ``max_bytes`` by default. Flash memory wears out.
+
+    Raises:
+        InvalidArgument: the rank's directory cannot be made, or something else has its name.
+    """
+
+    def __init__(self, directory: str, max_bytes: int, group: Group, hourly: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._hourly = max_bytes // 2 if hourly is None else hourly
+        self._group = group
+        self._folder = Path(directory, f"rank-{group.rank()}-of-{group.size()}")
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            is_ours = make_private_directory(self._folder)  # prompts are private
+        except OSError as error:
+            raise InvalidArgument(f"serve: {self._folder} cannot be made: {error.strerror}") from None
+        if not is_ours:
+            raise InvalidArgument(
+                f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
+            )
+        self._digests: dict[str, tuple[int, str]] = {}  # by key: the start and the digest in the name of its file
+        self._lock = threading.Condition()
+        self._queue: deque[_Write] = deque()
+        self._pending: dict[str, _Write] = {}  # by key, the last for each
+        self._made = self._done = 0  # writes that were ordered, and those that are done or cancelled, in this order
+        self._failed = self._closing = False  # failed: the write that is next
+        self._has_said = False
+        self._reader = ThreadPoolExecutor(1, "mlxdist prefix reader")
+        self._writer = threading.Thread(target=self._write_all, name="mlxdist prefix writer", daemon=True)
+        self._writer.start()
+
+    def open(self, identity: Mapping[str, str]) -> list[StoredNode]:
+        """The nodes that the files of all ranks have, parents first, in the order of rank 0's files. Collective.
+
+        Files of another ``identity`` are removed on all ranks, with a line that says what differs.
+        """
+        found, problem = self._read_folder(identity)
+        replace_file(self._folder / _IDENTITY, json.dumps(identity), 0o600)
+        blob = json.dumps({"names": [[node.key, node.start] for node in found], "problem": problem}).encode()
+        ranks = [parse_json(blob) for blob in gather_blobs(blob, self._group)]
+        common = set.intersection(*({tuple(name) for name in rank["names"]} for rank in ranks))
+        mine = {(node.key, node.start): node for node in found}
+        nodes = [mine[key, start] for key, start in ranks[0]["names"] if (key, start) in common]
+        if self._group.rank() == 0:
+            for rank, facts in enumerate(ranks):
+                if facts["problem"]:
+                    say(f"saved prefix cache of rank {rank}: {facts['problem']}")
+        return _parents_first(nodes)
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Removes the files of all other nodes."""
+        for key in self._digests.keys() - set(keys):
+            self.remove(key)
+
+    def write(
+        self, key: str, start: int, parent: str, tokens: np.ndarray, adapter: int, arrays: Arrays, scalars: Scalars,
+        has_states: bool,
+    ) -> int:  # fmt: skip
+        """Has a node written. Returns the number of the write: they count from 1."""
+        facts = {"parent": parent, "tokens": tokens.tolist(), "adapter": adapter, "states": int(has_states)}
+        write = _Write(key, start, facts | {"scalars": dict(scalars)}, arrays)
+        with self._lock:
+            self._queue.append(write)
+            self._pending[key] = write
+            self._made += 1
+            self._lock.notify()
+            return self._made
+
+    def remove(self, key: str) -> None:
+        """Removes the file of a node, and cancels its write."""
+        with self._lock:
+            if write := self._pending.pop(key, None):
+                write.arrays = None
+                self._lock.notify()
+            stored = self._digests.pop(key, None)
+        if stored is not None:
+            with contextlib.suppress(OSError):  # someone has emptied the folder
+                self._path(key, *stored).unlink()
+
+    def progress(self) -> tuple[int, int]:
+        """The number of writes that are done, and 1 if the next one has failed."""
+        with self._lock:
+            return self._done, int(self._failed)
+
+    def skip(self, number: int) -> None:
+        """Goes on after write ``number``, which has failed on some rank."""
+        with self._lock:
+            if self._failed and self._done + 1 == number:
+                self._failed = False
+                self._done += 1
+            self._lock.notify()
+
+    def read(self, keys: Sequence[str]) -> "Future[list[tuple[bytes, dict[str, object]]]]":
+        """Begins to read nodes. The result: the files' bytes and scalars, up to the first that cannot be read."""
+        with self._lock:
+            stored = [(key, *self._digests.get(key, (0, ""))) for key in keys]
+        return self._reader.submit(self._read_files, stored)
+
+    def close(self) -> None:
+        """Waits for the writes that are due, for half a minute at most."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._writer.join(_END)
+        self._reader.shutdown(cancel_futures=True)
+
+    def _path(self, key: str, start: int, digest: str) -> Path:
+        return self._folder / f"{key}-{start}-{digest}.safetensors"
+
+    def _read_folder(self, identity: Mapping[str, str]) -> tuple[list[StoredNode], str]:
+        """This rank's nodes, the oldest file first, and what is wrong with others; files that are none are removed."""
+        problem, identity_file = "", self._folder / _IDENTITY
+        if identity_file.exists():
+            try:
+                was = _IDENTITY_CHECK("identity", parse_json(read_bounded(identity_file, _MAX_IDENTITY)))
+                differing = [name for name, value in identity.items() if was.get(name) != value]
+                problem = f"it is of another {', '.join(differing)}; it is removed" if differing else ""
+            except ValueError as error:
+                problem = f"{identity_file} is damaged: {error}; it is removed"
+        names = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        found: dict[str, StoredNode] = {}
+        for path in names:
+            name = _NAME.fullmatch(path.name)
+            if path.name == _IDENTITY:
+                continue
+            try:
+                if name is None or problem or len(found) == _MAX_FILES:
+                    raise ValueError("not a node of this prefix cache")
+                facts = _facts(path)
+                key, start, digest = name[1], int(name[2]), name[3]
+                if key in self._digests:
+                    self.remove(key)  # an older file of a node that has been split
+                self._digests[key] = start, digest
+                states = bool(facts.states)
+                found[key] = StoredNode(key, start, facts.parent, facts.tokens, facts.adapter, states)
+            except (OSError, ValueError):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return list(found.values()), problem
+
+    def _read_files(self, stored: Sequence[tuple[str, int, str]]) -> list[tuple[bytes, dict[str, object]]]:
+        found: list[tuple[bytes, dict[str, object]]] = []
+        for key, start, digest in stored:
+            path = self._path(key, start, digest)
+            try:
+                data = path.read_bytes()
+                if _digest(data) != digest:
+                    raise ValueError("its content has changed")
+                found.append((data, dict(_facts(io.BytesIO(data)).scalars)))
+            except (OSError, ValueError) as error:
+                say(f"saved prefix cache of rank {self._group.rank()}: {path.name} is damaged: {error}; it is not used")
+                break
+        return found
+
+    def _write_all(self) -> None:
+        """The thread that writes."""
+        hour, written = time.monotonic(), 0
+        while (write := self._next()) is not None:
+            with self._lock:
+                # What an hour has no bytes for waits, and is cancelled when memory evicts its node.
+                while (left := hour + _HOUR - time.monotonic()) > 0 and not (
+                    written <= self._hourly or write.arrays is None or self._closing
+                ):
+                    self._lock.wait(left)
+                arrays = write.arrays
+            if left <= 0:
+                hour, written = time.monotonic(), 0
+            failed = False
+            if arrays is not None:
+                try:
+                    written += self._write(write, arrays)
+                except (OSError, RuntimeError) as error:  # MLX raises the second
+                    failed = True
+                    if not self._has_said:
+                        self._has_said = True
+                        say(f"rank {self._group.rank()}: the prefix cache cannot be saved in {self._folder}: {error}")
+            with self._lock:
+                write.arrays = None
+                if self._pending.get(write.key) is write:
+                    del self._pending[write.key]
+                self._failed = failed
+                self._done += not failed
+
+    def _next(self) -> _Write | None:
+        with self._lock:
+            while self._failed or not self._queue:
+                if self._closing:
+                    return None
+                self._lock.wait()
+            return self._queue.popleft()
+
+    def _write(self, write: _Write, arrays: Arrays) -> int:
+        """Writes a file, and returns its size."""
+        buffer = io.BytesIO()
+        mx.save_safetensors(buffer, dict(arrays), {"mlxdist": json.dumps(write.facts)})
+        data = buffer.getbuffer()
+        digest = _digest(data)
+        path = self._path(write.key, write.start, digest)
+        temporary = self._folder / f"{os.urandom(8).hex()}.part"
+        try:
+            with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        with self._lock:
+            old = self._digests.get(write.key)
+            if write.arrays is not None:  # it has not been cancelled meanwhile
+                self._digests[write.key] = write.start, digest
+            else:
+                old = write.start, digest
+        if old is not None and (write.arrays is None or old != (write.start, digest)):
+            with contextlib.suppress(OSError):
+                self._path(write.key, *old).unlink()
+        return len(data)
+
+
+def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:
+    """The nodes whose parents are there, after these."""
+    of_parent: dict[str, list[StoredNode]] = {}
+    for node in nodes:
+        of_parent.setdefault(node.parent if node.start else "", []).append(node)
+    found, pending = [], deque(of_parent.get("", []))
+    while pending:
+        node = pending.popleft()
+        found.append(node)
+        pending += [child for child in of_parent.get(node.key, []) if child.start == node.start + len(node.tokens)]
+    return found
+
+
+def _facts(source: "Path | io.BytesIO") -> _Facts:
+    """The metadata of a file. Raises OSError or ValueError."""
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER:
+            raise ValueError("its header is too long")
+        header = parse_json(file.read(length))
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    text = metadata.get("mlxdist") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ValueError("it has no metadata of mlxdist")
+    return build(_Facts, parse_json(text))
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_SIZE).hexdigest()
