@@ -45,7 +45,7 @@ sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcesso
 
 def request_of(tokens, first=2):
     prompt = [first + i % 200 for i in range(tokens)]
-    admission = Admission(-1, prompt, [("user", tokens)], max_tokens=60, seed=7, sampling=sampling, logits=logits)
+    admission = Admission(-1, prompt, [tokens], max_tokens=60, seed=7, sampling=sampling, logits=logits)
     answer = Answer(tokenizer.detokenizer, make_text_state_machine(tokenizer), "normal", [])
     return Request(admission, answer, timeout=60)
 

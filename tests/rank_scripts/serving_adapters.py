@@ -31,7 +31,7 @@ while left or step <= max(request["step"] for request in plan["requests"]):
         if request["step"] == step:
             prompt, chosen = request["prompt"], replace(sampling, temperature=request["temperature"])
             fixed = {"max_tokens": request["max_tokens"], "seed": request["seed"], "adapter": request["adapter"]}
-            admit.append(Admission(number, prompt, [("user", len(prompt))], sampling=chosen, logits=logits, **fixed))
+            admit.append(Admission(number, prompt, [len(prompt)], sampling=chosen, logits=logits, **fixed))
     outcome = worker.step(Decisions(step, worker.digest, end, admit))
     cached |= outcome.cached
     left |= {request.number for request in admit}

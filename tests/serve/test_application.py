@@ -277,7 +277,7 @@ def logged(capfd, path):
 def test_the_access_log_has_a_line_a_request(capfd, client, rank_0):
     client.request("POST", "/v1/completions", {"prompt": json.dumps([answer("x")])}, X_Request_Id="first")
     (line,) = logged(capfd, "completions")
-    assert line.startswith("mlxdist: first POST /v1/completions 200, 3 (0 cached) + 2 tokens, first byte after 0.")
+    assert line.startswith("mlxdist: first POST /v1/completions 200, 3 (1 cached) + 2 tokens, first byte after 0.")
     assert line.endswith(" s: stop")
     client.generate(said(QUEUE_FULL))
     assert logged(capfd, "completions")[0].endswith(": refused")
@@ -301,7 +301,7 @@ def test_the_access_log_may_be_json(capfd):
         line = json.loads(logged(capfd, "completions")[0])
     assert line["method"] == "POST" and line["path"] == "/v1/completions" and line["status"] == 200
     counts = [line[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
-    assert (counts, line["outcome"]) == ([3, 0, 2], "stop")
+    assert (counts, line["outcome"]) == ([3, 1, 2], "stop")
     assert 0 < line["first_byte_seconds"] <= line["seconds"]
 
 

@@ -60,4 +60,4 @@ def test_the_log_has_the_tokens_of_an_answer_that_has_not_finished(capfd, client
     assert events_of(client.generate(events, stream=True)[1])[-1]["error"]["message"] == failed.message
     lines = []
     assert wait_for(lambda: lines.extend(capfd.readouterr().err.splitlines()) or any(": timeout" in x for x in lines))
-    assert any("200, 3 + 7 tokens, " in line for line in lines)
+    assert any("200, 3 (1 cached) + 7 tokens, " in line for line in lines)

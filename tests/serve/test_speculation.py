@@ -168,8 +168,6 @@ def test_other_drafts_than_those_of_rank_0_are_a_mismatch(loaded, draft_model):
         ({"split_blocks": True, "stream_weights": True}, "--split-blocks is for ranks that share every layer"),
         ({"split_blocks": True, "layout": Layout(pipeline=True)}, "--split-blocks is for ranks that share every layer"),
         ({"split_blocks": True, "adapter_path": "adapters"}, "without adapters and --shard-vocabulary"),
-        ({"prompt_cache_dir": "saved", "draft_model": "draft"}, "is not saved with a draft model or adapters"),
-        ({"prompt_cache_dir": "saved", "adapter_path": "adapters"}, "is not saved with a draft model or adapters"),
     ],
 )
 def test_options_that_do_not_go_together(given, wrong):
