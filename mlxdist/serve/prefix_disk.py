@@ -49,6 +49,7 @@ _HOUR = 3600.0  # seconds
 _END = 30.0  # seconds that the last writes may take
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,8})-([0-9a-f]{32})\.safetensors")
 
+_UNFINISHED = re.compile(r"[0-9a-f]{16}\.part")
 _IDENTITY_CHECK = map_of(plain_text(256), 16)
 
 Arrays = Mapping[str, mx.array]
@@ -201,7 +202,7 @@ class PrefixDisk:
         return self._folder / f"{key}-{start}-{digest}.safetensors"
 
     def _read_folder(self, identity: Mapping[str, str]) -> tuple[list[StoredNode], str]:
-        """This rank's nodes, the oldest file first, and what is wrong with others; files that are none are removed."""
+        """This rank's nodes, the oldest file first, and what is wrong with others, which are removed."""
         problem, identity_file = "", self._folder / _IDENTITY
         if identity_file.exists():
             try:
@@ -214,8 +215,8 @@ class PrefixDisk:
         found: dict[str, StoredNode] = {}
         for path in names:
             name = _NAME.fullmatch(path.name)
-            if path.name == _IDENTITY:
-                continue
+            if name is None and not _UNFINISHED.fullmatch(path.name):
+                continue  # someone else's
             try:
                 if name is None or problem or len(found) == _MAX_FILES:
                     raise ValueError("not a node of this prefix cache")

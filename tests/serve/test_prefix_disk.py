@@ -238,13 +238,16 @@ def test_flipped_bits_anywhere(model, tmp_path, place):
 
 @pytest.mark.long
 def test_files_of_something_else_are_removed(model, tmp_path):
-    """Other weights of the same shapes; an identity that is none; and files that are none."""
+    """Other weights of the same shapes, and an identity that is none; but not what a user has put there."""
     folder = tmp_path / "kept"
     run(model, 1, folder)
-    (folder / "rank-0-of-1" / "notes.txt").write_text("what a user has put there")
+    notes, unfinished = folder / "rank-0-of-1" / "notes.txt", folder / "rank-0-of-1" / f"{'a' * 16}.part"
+    notes.write_text("what a user has put there")
+    unfinished.write_text("a write that was killed")
     other = save_model_folder(tmp_path / "other", seed=2)
     _, cached, printed = run(other, 1, folder)
     assert not cached[0] and "it is of another model; it is removed" in printed
+    assert notes.exists() and not unfinished.exists()
     (folder / "rank-0-of-1" / "identity.json").write_text("[")
     _, cached, printed = run(other, 1, folder)
     assert not cached[0] and "identity.json is damaged: " in printed
