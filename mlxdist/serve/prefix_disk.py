@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +38,7 @@ from mlxdist.runtime.group.group import Group
 
 from .log import say
 
-__all__ = ["PrefixDisk", "StoredNode"]
+__all__ = ["PrefixDisk", "StoredNode", "key_of"]
 
 _IDENTITY = "identity.json"
 _MAX_IDENTITY = 1 << 16  # bytes
@@ -129,12 +130,17 @@ class PrefixDisk:
         Files of another ``identity`` are removed on all ranks, with a line that says what differs.
         """
         found, problem = self._read_folder(identity)
-        replace_file(self._folder / _IDENTITY, json.dumps(identity), 0o600)
-        blob = json.dumps({"names": [[node.key, node.start] for node in found], "problem": problem}).encode()
+        try:
+            replace_file(self._folder / _IDENTITY, json.dumps(identity), 0o600)
+        except OSError as error:  # of a full disk; what is written without it is not read again
+            problem = problem or f"{self._folder / _IDENTITY} cannot be written: {error.strerror}"
+        # Nodes whose key, start and states are the same have the same tokens, adapter and parent: their keys are right.
+        mine = {(node.key, node.start, node.has_states): node for node in _with_right_keys(found)}
+        blob = json.dumps({"names": [*mine], "problem": problem}).encode()
         ranks = [parse_json(blob) for blob in gather_blobs(blob, self._group)]
-        common = set.intersection(*({tuple(name) for name in rank["names"]} for rank in ranks))
-        mine = {(node.key, node.start): node for node in found}
-        nodes = [mine[key, start] for key, start in ranks[0]["names"] if (key, start) in common]
+        names = [[tuple(name) for name in rank["names"]] for rank in ranks]
+        common = set.intersection(*map(set, names))
+        nodes = [mine[name] for name in names[0] if name in common]
         if self._group.rank() == 0:
             for rank, facts in enumerate(ranks):
                 if facts["problem"]:
@@ -322,6 +328,27 @@ def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:
         found.append(node)
         pending += [child for child in of_parent.get(node.key, []) if child.start == node.start + len(node.tokens)]
     return found
+
+
+def key_of(adapter: int, tokens: bytes, parent: Any = None) -> Any:
+    """The hash that names a node, of its adapter and all tokens up to its end; ``parent``: that of its parent.
+
+    ``tokens``: little-endian integers of 4 bytes.
+    """
+    made = hashlib.blake2b(adapter.to_bytes(4, "little"), digest_size=_DIGEST_SIZE) if parent is None else parent.copy()
+    made.update(tokens)
+    return made
+
+
+def _with_right_keys(nodes: Sequence[StoredNode]) -> list[StoredNode]:
+    """The nodes whose tokens and those of all nodes before them are the ones that their keys are of."""
+    keys: dict[str, Any] = {}
+    for node in _parents_first(nodes):
+        parent = keys.get(node.parent) if node.start else None
+        key = key_of(node.adapter, np.array(node.tokens, "<u4").tobytes(), parent)
+        if key.hexdigest() == node.key and node.tokens and (parent is not None or not node.start):
+            keys[node.key] = key
+    return [node for node in nodes if node.key in keys]
 
 
 def _facts(source: "Path | io.BytesIO") -> _Facts:

@@ -13,7 +13,6 @@ Every rank has a tree of its shards. What a tree does depends on tokens and on t
 the ranks have compared, so that all of them find, keep and evict the same.
 """
 
-import hashlib
 import heapq
 import io
 import itertools
@@ -26,11 +25,12 @@ import mlx.core as mx
 import numpy as np
 
 from .cache_blocks import Block, States, copied_states, cut, fill, halves, last_tokens, packed, unpacked
-from .prefix_disk import PrefixDisk, StoredNode
+from .prefix_disk import PrefixDisk, StoredNode, key_of
 
 __all__ = ["PrefixTree", "Reading"]
 
 BLOCK = 512  # tokens of a node, at most: what eviction frees at a time
+_MAX_READ = 16  # nodes: memory has their files beside their arrays
 
 # What a token costs to compute, in the unit of the first one: attention costs as much as all else about here.
 _ATTENTION_TOKENS = 1 << 15
@@ -88,10 +88,12 @@ class _Node:
 
 
 class Reading:
-    """Nodes that are read from the disk for a prompt."""
+    """Nodes that are read from the disk for a prompt, which passes ``path``."""
 
-    def __init__(self, nodes: list[_Node], files: "Future[list[tuple[bytes, dict[str, object]]]]") -> None:
-        self.nodes, self.files = nodes, files
+    def __init__(
+        self, nodes: list[_Node], path: list[_Node], files: "Future[list[tuple[bytes, dict[str, object]]]]"
+    ) -> None:
+        self.nodes, self.path, self.files = nodes, path, files
 
     def count(self, wait: bool) -> int:
         """How many of them this rank has read, one after the other; -1 while it reads."""
@@ -206,11 +208,9 @@ class PrefixTree:
         for one in stored:
             parent = nodes.get(one.parent) if one.start else self._root(one.adapter)
             tokens = np.array(one.tokens, np.uint32)
-            if parent is None or not len(tokens) or int(tokens[0]) in parent.children or parent.stop != one.start:
+            if parent is None or int(tokens[0]) in parent.children:  # the second: a node before it was split
                 continue
             node = _Node(parent, one.adapter, tokens, None, next(self._numbers), self.step)
-            if _key(node) != one.key:
-                continue  # its tokens are damaged
             parent.children[int(tokens[0])] = nodes[one.key] = node
             node.key, node.write, node.is_stored, node.has_states = one.key, -1, True, one.has_states
             self._count_file(node)
@@ -219,7 +219,10 @@ class PrefixTree:
         return len(nodes)
 
     def read(self, adapter: int, tokens: Sequence[int]) -> Reading | None:
-        """Begins to read what the disk alone has of the longest prefix of ``tokens``; None if memory has all of it."""
+        """Begins to read what the disk alone has of the longest prefix of ``tokens``, 8,192 of them at most.
+
+        Returns None if memory has all of it.
+        """
         if self._disk is None:
             return None
         path, length = self._walk(adapter, np.asarray(tokens, np.uint32))
@@ -231,21 +234,29 @@ class PrefixTree:
         absent = [node for node in path if node.block is None]
         if path and path[-1].has_states and path[-1].states is None and path[-1].block is not None:
             absent.append(path[-1])
-        return Reading(absent, self._disk.read([node.key for node in absent])) if absent else None
+        absent = absent[:_MAX_READ]
+        return Reading(absent, path, self._disk.read([node.key for node in absent])) if absent else None
 
-    def finish(self, reading: Reading, count: int) -> None:
-        """Takes the first ``count`` nodes, which all ranks have read. The next one is removed on all of them."""
+    def finish(self, reading: Reading, count: int) -> int:
+        """Takes the first ``count`` nodes, which all ranks have read. The next one is removed on all of them.
+
+        Returns the number of tokens that were read.
+        """
         for node, (data, scalars) in zip(reading.nodes[:count], reading.files.result()):
             if node.is_stored and (node.block is None or node.states is None) and self._has_parent(node):
                 arrays: Any = mx.load(io.BytesIO(data), format="safetensors")  # a dict
                 mx.eval(arrays)
                 block, states = unpacked(arrays, scalars, self._new_caches())
                 self._bring(node, last_tokens(block, len(node.tokens)), states)
+                node.has_states = node.states is not None
         for node in reading.nodes[count : count + 1]:
             if node.is_stored and node.block is None:
                 self._forget(node)
             elif node.is_stored and node.parent is not None:
                 self._remove_file(node)
+        self._touch(reading.path)
+        self._evict(is_read=True)
+        return sum(len(node.tokens) for node in reading.nodes)
 
     def progress(self) -> tuple[int, int]:
         """What :meth:`compared` takes of each rank."""
@@ -346,15 +357,20 @@ class PrefixTree:
         """Whether memory has the parent of a node, and the tree the node."""
         return node.parent is not None and node.parent.block is not None
 
-    def _evict(self) -> None:
-        """Removes what is worth the least from memory, until the limits hold: ends of sequences, and states."""
+    def _evict(self, is_read: bool = False) -> None:
+        """Removes what is worth the least from memory, until the limits hold: ends of sequences, and states.
+
+        ``is_read``: not what this step has used, which is about to be fetched.
+        """
 
         def is_within() -> bool:
             return self._is_within(self.tokens, self.states, len(self._leaves))
 
         if is_within():
             return
-        candidates = [(self._worth(node, self._held(node)), node.number, node) for node in self._candidates()]
+        kept = self.step if is_read else -1
+        old = (node for node in self._candidates() if node.used != kept)
+        candidates = [(self._worth(node, self._held(node)), node.number, node) for node in old]
         heapq.heapify(candidates)
         while candidates and not is_within():
             _, _, node = heapq.heappop(candidates)
@@ -365,7 +381,7 @@ class PrefixTree:
             while parent.is_leaf and parent.parent is not None and not (parent.children or self._is_useful(parent)):
                 parent = self._drop(parent)
             # One with states is a candidate since the start.
-            if parent.is_leaf and parent.parent is not None and parent.states is None:
+            if parent.is_leaf and parent.parent is not None and parent.states is None and parent.used != kept:
                 heapq.heappush(candidates, (self._worth(parent, self._held(parent)), parent.number, parent))
 
     def _candidates(self) -> Iterator[_Node]:
@@ -489,4 +505,5 @@ def _key(node: _Node) -> str:
     while above.parent is not None:
         parts.append(above.tokens.astype("<u4").tobytes())
         above = above.parent
-    return hashlib.blake2b(b"".join([node.adapter.to_bytes(4, "little"), *parts[::-1]]), digest_size=16).hexdigest()
+    found: str = key_of(node.adapter, b"".join(parts[::-1])).hexdigest()
+    return found

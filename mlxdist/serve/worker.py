@@ -151,6 +151,7 @@ class Worker:
         self._gather: Callable[[np.ndarray], np.ndarray] = lambda row: row[None]
         self._queue: deque[Admission] = deque()  # of requests whose prompts are read from the disk, or behind those
         self._reading: Reading | None = None  # for the first of them
+        self._read = 0  # tokens that were read for it
         self._cancelled: set[int] = set()  # of them
         self.limit(CacheMemory() if limits.max_total_tokens is None else CacheMemory((limits.max_total_tokens,)))
         self.digest = 0
@@ -241,16 +242,19 @@ class Worker:
 
     def _is_read(self, request: Admission) -> bool:
         """Whether memory has what the disk has for this request, the first of the queue. Collective while it reads."""
-        if self._reading is None and request.prompt_logprobs is None and request.number not in self._cancelled:
-            self._reading = self.cache.read(request.adapter, request.prompt[:-1])
-        if self._reading is None:
-            return True
-        counts = self._gather(np.array([self._reading.count(wait=not self._running)]))
-        if counts.min() < 0:
-            return False
-        self.cache.finish(self._reading, int(counts.min()))
-        self._reading = None
-        return True
+        while True:
+            # What memory has no room for is evicted as it comes: no more is read than the prompt has.
+            is_due = request.number not in self._cancelled and self._read < len(request.prompt)
+            if self._reading is None and request.prompt_logprobs is None and is_due:
+                self._reading = self.cache.read(request.adapter, request.prompt[:-1])
+            if self._reading is None:
+                self._read = 0
+                return True
+            counts = self._gather(np.array([self._reading.count(wait=not self._running)]))
+            if counts.min() < 0:
+                return False
+            self._read += self.cache.finish(self._reading, int(counts.min()))
+            self._reading = None
 
     def _begin(self, request: Admission, outcome: Outcome) -> None:
         cached = self._admit(request)
