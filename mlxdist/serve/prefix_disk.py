@@ -262,14 +262,15 @@ class PrefixDisk:
                     written <= self._hourly or write.arrays is None or self._closing
                 ):
                     self._lock.wait(left)
-                arrays = write.arrays
+                is_too_much = left > 0 and written > self._hourly  # and the server ends
+                arrays = None if is_too_much else write.arrays
             if left <= 0:
                 hour, written = time.monotonic(), 0
             failed = False
             if arrays is not None:
                 try:
                     written += self._write(write, arrays)
-                except (OSError, RuntimeError) as error:  # MLX raises the second
+                except Exception as error:  # of the system, of MLX: the thread goes on
                     failed = True
                     if not self._has_said:
                         self._has_said = True
@@ -318,16 +319,13 @@ class PrefixDisk:
 
 
 def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:
-    """The nodes whose parents are there, after these."""
-    of_parent: dict[str, list[StoredNode]] = {}
-    for node in nodes:
-        of_parent.setdefault(node.parent if node.start else "", []).append(node)
-    found, pending = [], deque(of_parent.get("", []))
-    while pending:
-        node = pending.popleft()
-        found.append(node)
-        pending += [child for child in of_parent.get(node.key, []) if child.start == node.start + len(node.tokens)]
-    return found
+    """The nodes whose parents are there, by where they end: after their parents, and after shorter ones."""
+    found: dict[str, StoredNode] = {}
+    for node in sorted(nodes, key=lambda node: node.start + len(node.tokens)):
+        parent = found.get(node.parent)
+        if node.start == 0 or (parent is not None and parent.start + len(parent.tokens) == node.start):
+            found[node.key] = node
+    return list(found.values())
 
 
 def key_of(adapter: int, tokens: bytes, parent: Any = None) -> Any:

@@ -168,7 +168,7 @@ class PrefixTree:
         end = self._end(len(array), found, len(self._leaves) + (not is_longer))
         if end == 0 or (end < len(array) and not self.can_be_cut):
             return
-        if path and path[-1].stop > found and (found < end or not self.can_be_cut):
+        if path and path[-1].stop > found and (found < end or not self.can_be_cut or path[-1].block is None):
             self._split(path.pop(), found)
             path, found = self._walk(adapter, array)
         last = path[-1] if path else self._root(adapter)
@@ -208,7 +208,11 @@ class PrefixTree:
         for one in stored:
             parent = nodes.get(one.parent) if one.start else self._root(one.adapter)
             tokens = np.array(one.tokens, np.uint32)
-            if parent is None or int(tokens[0]) in parent.children:  # the second: a node before it was split
+            # Of a node that was split while the disk alone had it, the file has all tokens; shorter ones come first.
+            while parent is not None and (above := parent.children.get(int(tokens[0]))) is not None:
+                is_behind = len(above.tokens) < len(tokens) and (above.tokens == tokens[: len(above.tokens)]).all()
+                parent, tokens = (above, tokens[len(above.tokens) :]) if is_behind else (None, tokens)
+            if parent is None:
                 continue
             node = _Node(parent, one.adapter, tokens, None, next(self._numbers), self.step)
             parent.children[int(tokens[0])] = nodes[one.key] = node
@@ -247,7 +251,9 @@ class PrefixTree:
                 arrays: Any = mx.load(io.BytesIO(data), format="safetensors")  # a dict
                 mx.eval(arrays)
                 block, states = unpacked(arrays, scalars, self._new_caches())
-                self._bring(node, last_tokens(block, len(node.tokens)), states)
+                block = last_tokens(block, len(node.tokens))
+                mx.eval(block)  # the thread that writes cannot
+                self._bring(node, block, states)
                 node.has_states = node.states is not None
         for node in reading.nodes[count : count + 1]:
             if node.is_stored and node.block is None:
@@ -322,7 +328,7 @@ class PrefixTree:
 
     def _bring(self, node: _Node, block: Block, states: States | None) -> None:
         """Puts the arrays of a node into memory, which has those of its parent."""
-        assert node.parent is not None
+        assert node.parent is not None and all(pair is None or pair[0].shape[-2] == len(node.tokens) for pair in block)
         if node.block is None:
             node.block = block
             self.tokens += len(node.tokens)
@@ -346,8 +352,8 @@ class PrefixTree:
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.tokens = upper, node.tokens[length:].copy()
         upper.children[int(node.tokens[0])] = node
-        if node.block is not None:
-            self._write([upper, node])
+        if node.block is not None:  # where the disk alone has its states, its file stays, with more tokens than it has
+            self._write([upper] if node.has_states and node.states is None else [upper, node])
 
     def _touch(self, path: Iterable[_Node]) -> None:
         for node in path:
@@ -376,7 +382,11 @@ class PrefixTree:
             _, _, node = heapq.heappop(candidates)
             if not node.is_leaf:
                 self._drop_states(node)
+                if node.write and not node.is_stored:
+                    self._write([node])  # without the states, which the write that is due would keep
                 continue
+            if node.children and node.write and not node.is_stored:
+                continue  # what the disk has behind it needs its file, which is due
             parent = self._drop(node)
             while parent.is_leaf and parent.parent is not None and not (parent.children or self._is_useful(parent)):
                 parent = self._drop(parent)

@@ -302,8 +302,9 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
         adapters = [path for _, path in options.adapters] or [options.adapter_path or ""]
         found = {
             "model": fingerprint(Checkpoint(directory)),
-            "draft model": fingerprint(Checkpoint(model_directory(options.draft_model))) if options.draft_model else "",
-            "adapters": _digest_of_adapters([Path(path) for path in adapters if path]),
+            "draft model": "" if options.draft_model is None else _draft_model(options),
+            "adapters": ("named " if options.adapters else "")
+            + _digest_of_adapters([Path(path) for path in adapters if path]),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
             "--kv-bits, --kv-group-size or --split-blocks": str(
                 (options.kv_bits, options.kv_group_size, options.split_blocks)
@@ -313,6 +314,12 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
         }
     parsed: dict[str, str] = parse_json(broadcast_blob(json.dumps(found).encode(), group))
     return parsed
+
+
+def _draft_model(options: ServeOptions) -> str:
+    assert options.draft_model is not None
+    sharded = "sharded " if options.shard_draft_model else ""
+    return sharded + fingerprint(Checkpoint(model_directory(options.draft_model)))
 
 
 def _digest_of_adapters(directories: Sequence[Path]) -> str:

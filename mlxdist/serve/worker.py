@@ -360,7 +360,7 @@ class Worker:
     def compare(self, reports: np.ndarray) -> None:
         """Takes the reports of all ranks, (ranks, 3), at the same step on each."""
         # What MLX uses beyond its limit, such as for long prompts, the prefix cache gives back until it is no more.
-        self._above = np.maximum(0, self._above + reports[:, 0] - self._memory.limits)
+        self._above = np.clip(self._above + reports[:, 0] - self._memory.limits, 0, np.maximum(self._memory.left, 0))
         done = int(reports[:, 1].min())
         self.cache.compared(done, bool(reports[reports[:, 1] == done, 2].any()))
         self._make_room()

@@ -117,6 +117,39 @@ def test_what_memory_evicts_comes_back(tmp_path, hybrid):
     again.disk.close()
 
 
+def test_a_prefix_of_what_the_disk_alone_has(tmp_path):
+    """Of a request that was not read: it ends within a node. Both are there, also for another run."""
+    store = Store(tmp_path, max_tokens=2000)
+    first, branch = list(range(1500)), [*range(700), 9, 9]
+    store.insert(first)
+    store.compare()
+    for tokens in (first[:600], branch):
+        store.insert([7, *range(1900)])
+        store.compare()
+        assert store.fetch(first) == 0
+        store.insert(tokens)
+        store.compare()
+    store.disk.close()
+    again = Store(tmp_path)
+    assert [again.read(each) and again.fetch(each) for each in (first, branch)] == [1500, 702]
+    again.disk.close()
+
+
+def test_what_the_disk_has_behind_a_node_that_is_split_stays(tmp_path):
+    """Also where memory has no room for the halves before all ranks have written them."""
+    store = Store(tmp_path)
+    first = list(range(2500))
+    store.insert(first)
+    store.compare()
+    store.disk.close()
+    again = Store(tmp_path, max_tokens=3000)
+    again.insert([*first[:100], 9, 9])
+    again.insert([7, *range(2950)])
+    again.compare()
+    assert again.read(first) and again.fetch(first) == 2500
+    again.disk.close()
+
+
 def test_the_disk_keeps_to_its_size(tmp_path):
     store = Store(tmp_path, max_bytes=16 * 3000)
     for chat in range(10):
