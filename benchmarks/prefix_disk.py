@@ -78,7 +78,7 @@ def main(tokens: int, hidden: int, layers: int, directory: str | None, repeats: 
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         disk = PrefixDisk(folder, 1 << 50, mlxdist.init())
         tree = PrefixTree(can_be_cut=True)
-        tree.open(disk, disk.open({"model": "benchmark"}), lambda: make_prompt_cache(model))
+        tree.open(disk, disk.open({"model": "benchmark"}))
         tree.insert(0, prompt, computed(model, prompt))
         while disk.progress()[0] < -(-tokens // CHUNK):
             time.sleep(0.01)

@@ -6,7 +6,7 @@ from pathlib import Path
 __all__ = ["atomic_write", "back_up", "replace_file"]
 
 
-def replace_file(path: Path, text: str, mode: int) -> None:
+def replace_file(path: Path, content: str | bytes | memoryview, mode: int) -> None:
     """Replaces a file of mlxdist's own. A symbolic link in its place is replaced, and its target stays as it is: in a
     directory where other users may write, the target could be another user's file.
 
@@ -18,9 +18,9 @@ def replace_file(path: Path, text: str, mode: int) -> None:
     temporary = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -18,6 +18,7 @@ from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, VARIABLES
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
+from mlxdist.tools.bench.sizes import Parsed
 
 from .shard import RankShares
 
@@ -42,21 +43,14 @@ _KEY = "MLXDIST_API_KEY"
 COUNT = click.IntRange(min=1)
 
 
-class ByteCount(click.ParamType):
-    """A number of bytes, such as 512MB or 1.5TB."""
-
-    name = "BYTES"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", value.strip(), re.IGNORECASE)
-        if found is None:
-            self.fail(f"{value!r} is not a number of bytes, such as 200GB", parameter, context)
-        return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+def _bytes(text: str) -> int:
+    """Parses a number of bytes, such as 512MB or 1.5TB. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number of bytes, such as 200GB")
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
 
 
-BYTES = ByteCount()
 _RESTARTS = 3
 
 
@@ -215,7 +209,11 @@ def layout_of(given: dict[str, Any]) -> Layout:
 )
 @click.option("--prompt-cache-dir", type=USER_PATH, metavar="DIR", help="The prefix cache's disk, also between runs.")
 @click.option(
-    "--prompt-cache-disk", type=BYTES, default="100GB", show_default=True, help="What each rank may have there."
+    "--prompt-cache-disk",
+    type=Parsed("BYTES", _bytes),
+    default="100GB",
+    show_default=True,
+    help="What each rank may have there.",
 )
 @click.option("--max-tokens", type=COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")

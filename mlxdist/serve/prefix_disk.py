@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 import threading
 import time
@@ -31,7 +30,7 @@ import numpy as np
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.private_files import make_private_directory, open_private
+from mlxdist.base.private_files import make_private_directory
 from mlxdist.base.validation import build, checked, list_of, map_of, number, plain_text, read_bounded
 from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group.group import Group
@@ -48,9 +47,8 @@ _MAX_NODE = 1 << 16  # tokens
 _DIGEST_SIZE = 16  # bytes
 _HOUR = 3600.0  # seconds
 _END = 30.0  # seconds that the last writes may take
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,8})-([0-9a-f]{32})\.safetensors")
-
-_UNFINISHED = re.compile(r"[0-9a-f]{16}\.part")
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,8})-[0-9a-f]{32}\.safetensors")
+_UNFINISHED = re.compile(rf"\.{_NAME.pattern}-[0-9a-f]{{16}}")  # of `replace_file`
 _IDENTITY_CHECK = map_of(plain_text(256), 16)
 
 Arrays = Mapping[str, mx.array]
@@ -70,7 +68,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class StoredNode:
-    """A node that the files of all ranks have."""
+    """A node of the tree as files have it; ``key``: of all tokens up to its end."""
 
     key: str
     start: int
@@ -84,10 +82,9 @@ class StoredNode:
 class _Write:
     """A node to write; ``arrays`` is None once that has been cancelled or done."""
 
-    key: str
-    start: int
-    facts: dict[str, object]
+    node: StoredNode
     arrays: Arrays | None
+    scalars: Scalars
 
 
 class PrefixDisk:
@@ -113,7 +110,7 @@ class PrefixDisk:
             raise InvalidArgument(
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
-        self._digests: dict[str, tuple[int, str]] = {}  # by key: the start and the digest in the name of its file
+        self._files: dict[str, Path] = {}  # by key
         self._lock = threading.Condition()
         self._queue: deque[_Write] = deque()
         self._pending: dict[str, _Write] = {}  # by key, the last for each
@@ -149,19 +146,15 @@ class PrefixDisk:
 
     def keep(self, keys: Collection[str]) -> None:
         """Removes the files of all other nodes."""
-        for key in self._digests.keys() - set(keys):
+        for key in self._files.keys() - set(keys):
             self.remove(key)
 
-    def write(
-        self, key: str, start: int, parent: str, tokens: np.ndarray, adapter: int, arrays: Arrays, scalars: Scalars,
-        has_states: bool,
-    ) -> int:  # fmt: skip
+    def write(self, node: StoredNode, arrays: Arrays, scalars: Scalars) -> int:
         """Has a node written. Returns the number of the write: they count from 1."""
-        facts = {"parent": parent, "tokens": tokens.tolist(), "adapter": adapter, "states": int(has_states)}
-        write = _Write(key, start, facts | {"scalars": dict(scalars)}, arrays)
+        write = _Write(node, arrays, scalars)
         with self._lock:
             self._queue.append(write)
-            self._pending[key] = write
+            self._pending[node.key] = write
             self._made += 1
             self._lock.notify()
             return self._made
@@ -172,10 +165,9 @@ class PrefixDisk:
             if write := self._pending.pop(key, None):
                 write.arrays = None
                 self._lock.notify()
-            stored = self._digests.pop(key, None)
-        if stored is not None:
-            with contextlib.suppress(OSError):  # someone has emptied the folder
-                self._path(key, *stored).unlink()
+            file = self._files.pop(key, None)
+        if file is not None:
+            _unlink(file)
 
     def progress(self) -> tuple[int, int]:
         """The number of writes that are done, and 1 if the next one has failed."""
@@ -193,8 +185,8 @@ class PrefixDisk:
     def read(self, keys: Sequence[str]) -> "Future[list[tuple[bytes, dict[str, object]]]]":
         """Begins to read nodes. The result: the files' bytes and scalars, up to the first that cannot be read."""
         with self._lock:
-            stored = [(key, *self._digests.get(key, (0, ""))) for key in keys]
-        return self._reader.submit(self._read_files, stored)
+            files = [self._files.get(key, self._folder / f"{key} without a file") for key in keys]
+        return self._reader.submit(self._read_files, files)
 
     def close(self) -> None:
         """Waits for the writes that are due, for half a minute at most."""
@@ -203,9 +195,6 @@ class PrefixDisk:
             self._lock.notify()
         self._writer.join(_END)
         self._reader.shutdown(cancel_futures=True)
-
-    def _path(self, key: str, start: int, digest: str) -> Path:
-        return self._folder / f"{key}-{start}-{digest}.safetensors"
 
     def _read_folder(self, identity: Mapping[str, str]) -> tuple[list[StoredNode], str]:
         """This rank's nodes, the oldest file first, and what is wrong with others, which are removed."""
@@ -221,30 +210,30 @@ class PrefixDisk:
         found: dict[str, StoredNode] = {}
         for path in names:
             name = _NAME.fullmatch(path.name)
-            if name is None and not _UNFINISHED.fullmatch(path.name):
-                continue  # someone else's
+            if name is None:
+                if _UNFINISHED.fullmatch(path.name):
+                    _unlink(path)
+                continue
             try:
-                if name is None or problem or len(found) == _MAX_FILES:
-                    raise ValueError("not a node of this prefix cache")
-                facts = _facts(path)
-                key, start, digest = name[1], int(name[2]), name[3]
-                if key in self._digests:
-                    self.remove(key)  # an older file of a node that has been split
-                self._digests[key] = start, digest
-                states = bool(facts.states)
-                found[key] = StoredNode(key, start, facts.parent, facts.tokens, facts.adapter, states)
+                facts = None if problem or len(found) == _MAX_FILES else _facts(path)
             except (OSError, ValueError):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                facts = None
+            if facts is None:
+                _unlink(path)
+                continue
+            key = name[1]
+            if key in self._files:
+                self.remove(key)  # an older file of a node that has been split
+            self._files[key] = path
+            found[key] = StoredNode(key, int(name[2]), facts.parent, facts.tokens, facts.adapter, bool(facts.states))
         return list(found.values()), problem
 
-    def _read_files(self, stored: Sequence[tuple[str, int, str]]) -> list[tuple[bytes, dict[str, object]]]:
+    def _read_files(self, files: Sequence[Path]) -> list[tuple[bytes, dict[str, object]]]:
         found: list[tuple[bytes, dict[str, object]]] = []
-        for key, start, digest in stored:
-            path = self._path(key, start, digest)
+        for path in files:
             try:
                 data = path.read_bytes()
-                if _digest(data) != digest:
+                if _digest(data) != path.stem.rpartition("-")[2]:
                     raise ValueError("its content has changed")
                 found.append((data, dict(_facts(io.BytesIO(data)).scalars)))
             except (OSError, ValueError) as error:
@@ -277,8 +266,8 @@ class PrefixDisk:
                         say(f"rank {self._group.rank()}: the prefix cache cannot be saved in {self._folder}: {error}")
             with self._lock:
                 write.arrays = None
-                if self._pending.get(write.key) is write:
-                    del self._pending[write.key]
+                if self._pending.get(write.node.key) is write:
+                    del self._pending[write.node.key]
                 self._failed = failed
                 self._done += not failed
 
@@ -292,30 +281,25 @@ class PrefixDisk:
 
     def _write(self, write: _Write, arrays: Arrays) -> int:
         """Writes a file, and returns its size."""
-        buffer = io.BytesIO()
-        mx.save_safetensors(buffer, dict(arrays), {"mlxdist": json.dumps(write.facts)})
+        node, buffer = write.node, io.BytesIO()
+        facts = {"parent": node.parent, "tokens": node.tokens, "adapter": node.adapter, "states": int(node.has_states)}
+        mx.save_safetensors(buffer, dict(arrays), {"mlxdist": json.dumps(facts | {"scalars": dict(write.scalars)})})
         data = buffer.getbuffer()
-        digest = _digest(data)
-        path = self._path(write.key, write.start, digest)
-        temporary = self._folder / f"{os.urandom(8).hex()}.part"
-        try:
-            with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        path = self._folder / f"{node.key}-{node.start}-{_digest(data)}.safetensors"
+        replace_file(path, data, 0o600)
         with self._lock:
-            old = self._digests.get(write.key)
-            if write.arrays is not None:  # it has not been cancelled meanwhile
-                self._digests[write.key] = write.start, digest
-            else:
-                old = write.start, digest
-        if old is not None and (write.arrays is None or old != (write.start, digest)):
-            with contextlib.suppress(OSError):
-                self._path(write.key, *old).unlink()
+            old = path  # it has been cancelled meanwhile
+            if write.arrays is not None:
+                old, self._files[node.key] = self._files.get(node.key, path), path
+                if old == path:
+                    return len(data)
+        _unlink(old)
         return len(data)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # someone has emptied the folder
+        path.unlink()
 
 
 def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:

@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .cache_blocks import Block, States, copied_states, cut, fill, halves, last_tokens, packed, unpacked
+from .cache_blocks import Block, States, copied_states, cut, fill, packed, part_of, unpacked
 from .prefix_disk import PrefixDisk, StoredNode, key_of
 
 __all__ = ["PrefixTree", "Reading"]
@@ -129,7 +129,6 @@ class PrefixTree:
         self._leaves: dict[_Node, None] = {}  # of memory
         self._numbers = itertools.count()
         self._disk: PrefixDisk | None = None
-        self._new_caches: Callable[[], list[Any]] = list
         self._writes: deque[tuple[int, _Node]] = deque()  # whose ends the ranks have not compared
         self.step = self.tokens = self.states = 0
         self.disk_bytes = 0.0
@@ -142,17 +141,11 @@ class PrefixTree:
         """Puts the longest prefix of ``tokens`` in memory into ``caches``, which are new. Returns its length."""
         path, length = self._walk(adapter, np.asarray(tokens, np.uint32))
         path = [*itertools.takewhile(lambda node: node.block is not None, path)]
-        length = min(length, path[-1].stop if path else 0)
-        states: States = ()
         if not self.can_be_cut:
-            if path and path[-1].stop > length:
-                path.pop()
-            while path and path[-1].states is None:
-                path.pop()
-            length = path[-1].stop if path else 0
-            states = (path and path[-1].states) or ()
+            self._end_with_states(path, length, lambda node: node.states is not None)
+        length = min(length, path[-1].stop if path else 0)
         if length:
-            fill(caches, [node.block for node in path if node.block is not None], length, states)
+            fill(caches, [node.block for node in path if node.block is not None], length, path[-1].states or ())
         self._touch(path)
         return length
 
@@ -169,8 +162,7 @@ class PrefixTree:
         if end == 0 or (end < len(array) and not self.can_be_cut):
             return
         if path and path[-1].stop > found and (found < end or not self.can_be_cut or path[-1].block is None):
-            self._split(path.pop(), found)
-            path, found = self._walk(adapter, array)
+            path[-1] = self._split(path[-1], found)
         last = path[-1] if path else self._root(adapter)
         states = None if self.can_be_cut or (last.states is not None and last.stop == end) else copied_states(caches)
         absent = [node for node in path if node.block is None]
@@ -198,12 +190,9 @@ class PrefixTree:
         self._fits = fits
         self._evict()
 
-    def open(self, disk: PrefixDisk, stored: Sequence[StoredNode], new_caches: Callable[[], list[Any]]) -> int:
-        """Keeps nodes on a disk, too, and begins with those that it has, parents first. Returns how many they are.
-
-        ``new_caches`` makes empty caches of the model.
-        """
-        self._disk, self._new_caches = disk, new_caches
+    def open(self, disk: PrefixDisk, stored: Sequence[StoredNode]) -> int:
+        """Keeps nodes on a disk, too, and begins with those that it has, parents first. Returns how many they are."""
+        self._disk = disk
         nodes: dict[str, _Node] = {}
         for one in stored:
             parent = nodes.get(one.parent) if one.start else self._root(one.adapter)
@@ -231,10 +220,7 @@ class PrefixTree:
             return None
         path, length = self._walk(adapter, np.asarray(tokens, np.uint32))
         if not self.can_be_cut:
-            if path and path[-1].stop > length:
-                path.pop()
-            while path and not path[-1].has_states:
-                path.pop()
+            self._end_with_states(path, length, lambda node: node.has_states)
         absent = [node for node in path if node.block is None]
         if path and path[-1].has_states and path[-1].states is None and path[-1].block is not None:
             absent.append(path[-1])
@@ -249,10 +235,10 @@ class PrefixTree:
         for node, (data, scalars) in zip(reading.nodes[:count], reading.files.result()):
             if node.is_stored and (node.block is None or node.states is None) and self._has_parent(node):
                 arrays: Any = mx.load(io.BytesIO(data), format="safetensors")  # a dict
-                mx.eval(arrays)
-                block, states = unpacked(arrays, scalars, self._new_caches())
-                block = last_tokens(block, len(node.tokens))
-                mx.eval(block)  # the thread that writes cannot
+                mx.eval(arrays)  # the thread that writes cannot
+                block, states = unpacked(arrays, scalars)
+                if any(pair and pair[0].shape[-2] > len(node.tokens) for pair in block):  # it has been split since
+                    block = part_of(block, slice(-len(node.tokens), None))
                 self._bring(node, block, states)
                 node.has_states = node.states is not None
         for node in reading.nodes[count : count + 1]:
@@ -265,7 +251,7 @@ class PrefixTree:
         return sum(len(node.tokens) for node in reading.nodes)
 
     def progress(self) -> tuple[int, int]:
-        """What :meth:`compared` takes of each rank."""
+        """Returns what :meth:`compared` takes of each rank."""
         return (0, 0) if self._disk is None else self._disk.progress()
 
     def compared(self, done: int, failed: bool) -> None:
@@ -315,6 +301,13 @@ class PrefixTree:
                     break
         return path, found
 
+    def _end_with_states(self, path: list[_Node], length: int, has: Callable[[_Node], bool]) -> None:
+        """Shortens the path of ``length`` tokens to the last node that ends within them and ``has`` states."""
+        if path and path[-1].stop > length:
+            path.pop()
+        while path and not has(path[-1]):
+            path.pop()
+
     def _root(self, adapter: int) -> _Node:
         if adapter not in self._roots:
             self._roots[adapter] = _Node(None, adapter, np.zeros(0, np.uint32), (), next(self._numbers), 0)
@@ -339,21 +332,22 @@ class PrefixTree:
             node.states = states
             self.states += 1
 
-    def _split(self, node: _Node, place: int) -> None:
-        """Makes two nodes of one, of which the first ends at ``place``.
+    def _split(self, node: _Node, place: int) -> _Node:
+        """Makes two nodes of one. Returns the first, which ends at ``place``.
 
         Where only the disk has the node, its file becomes that of the second; the first has no arrays yet.
         """
         assert node.parent is not None and node.start < place < node.stop
         length, first, number = place - node.start, None, next(self._numbers)
         if node.block is not None:
-            first, node.block = halves(node.block, length)
+            first, node.block = part_of(node.block, slice(length)), part_of(node.block, slice(length, None))
         upper = _Node(node.parent, node.adapter, node.tokens[:length].copy(), first, number, node.used)
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.tokens = upper, node.tokens[length:].copy()
         upper.children[int(node.tokens[0])] = node
         if node.block is not None:  # where the disk alone has its states, its file stays, with more tokens than it has
             self._write([upper] if node.has_states and node.states is None else [upper, node])
+        return upper
 
     def _touch(self, path: Iterable[_Node]) -> None:
         for node in path:
@@ -417,7 +411,7 @@ class PrefixTree:
         return (len(node.tokens) * of_token if node.is_leaf else 0) + (of_states if node.states is not None else 0)
 
     def _worth(self, node: _Node, held: float) -> float:
-        """What it costs to compute the node again, for a byte of ``held``, the less the longer it has not been used.
+        """Returns what the node costs to compute again, for a byte of ``held``; less the longer it has not been used.
 
         Without the states of a node, all tokens since the last states before it are computed again.
         """
@@ -469,10 +463,9 @@ class PrefixTree:
                 self._remove_file(node)
             node.key = _key(node)
             arrays, scalars = packed(node.block, node.states or ())
-            parent = node.parent.key
-            node.write = self._disk.write(
-                node.key, node.start, parent, node.tokens, node.adapter, arrays, scalars, node.has_states
-            )
+            tokens = tuple(node.tokens.tolist())
+            stored = StoredNode(node.key, node.start, node.parent.key, tokens, node.adapter, node.has_states)
+            node.write = self._disk.write(stored, arrays, scalars)
             self._writes.append((node.write, node))
             self._count_file(node)
         self._evict_files()

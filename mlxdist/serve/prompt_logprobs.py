@@ -67,7 +67,7 @@ class PromptLogprobs:
 
 
 def _pairs(tokens: mx.array, logprobs: mx.array) -> list[Any]:
-    """For each row, its tokens with their log-probabilities, the most likely first."""
+    """Returns the tokens of each row with their log-probabilities, the most likely first."""
     ids: Any = tokens.tolist()
     values: Any = mx.maximum(logprobs, _LEAST).tolist()
     return [tuple(sorted(zip(*row), key=lambda each: -each[1])) for row in zip(ids, values)]

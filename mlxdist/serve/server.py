@@ -296,15 +296,14 @@ def take_signals(received: list[int], drain: float, scheduler: Scheduler | None,
 
 
 def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> dict[str, str]:
-    """What keys and values on disk depend on, beside tokens. Collective: rank 0 may be the one that has the models."""
+    """Returns what keys and values on disk depend on beside tokens. Collective: rank 0 alone may have the models."""
     found: dict[str, str] = {}
     if group.rank() == 0:
-        adapters = [path for _, path in options.adapters] or [options.adapter_path or ""]
+        adapters = [Path(path) for path in (*(path for _, path in options.adapters), options.adapter_path) if path]
         found = {
             "model": fingerprint(Checkpoint(directory)),
             "draft model": "" if options.draft_model is None else _draft_model(options),
-            "adapters": ("named " if options.adapters else "")
-            + _digest_of_adapters([Path(path) for path in adapters if path]),
+            "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
             "--kv-bits, --kv-group-size or --split-blocks": str(
                 (options.kv_bits, options.kv_group_size, options.split_blocks)

@@ -194,7 +194,7 @@ class Worker:
     def open_disk(self, disk: PrefixDisk, stored: Sequence[StoredNode], group: Group) -> int:
         """Gives the prefix cache a disk with nodes, on all ranks of the ``group``. Returns how many it takes."""
         self._gather = lambda row: all_gather(row, group=group).reshape(group.size(), -1)
-        return self.cache.open(disk, stored, lambda: make_prompt_cache(self._model))
+        return self.cache.open(disk, stored)
 
     def _new_generator(self, prefill_step_size: int) -> Any:
         sizes: dict[str, Any] = self._sizes | {"prefill_step_size": prefill_step_size}
@@ -330,7 +330,7 @@ class Worker:
         return cached
 
     def _ends_of_segments(self, request: Admission, cached: int) -> list[int]:
-        """Where the prompt is put into the prefix cache as it is computed, and its end."""
+        """Returns where the prompt is put into the prefix cache as it is computed, and its end."""
         ends = set(itertools.accumulate(request.segments))
         if not self.cache.can_be_cut:
             ends.update(range(0, len(request.prompt), self._limits.snapshot_interval))

@@ -69,7 +69,7 @@ class Client:
 
 
 def require_ten_turns(model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:
-    """Conversations of four users with one system prompt, who write at the same time, that grow to so many tokens:
+    """Conversations of four users with one system prompt, who write at the same time, that grow to ``tokens`` tokens:
     in each turn the new tokens are computed. Returns the last prompts with their answers."""
     generator = random.Random(tokens)
     client, system = Client(Worker(model, tokenizer, BatchLimits())), words(generator, tokens // 10)

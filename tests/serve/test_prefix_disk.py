@@ -53,7 +53,7 @@ class Store:
         self.hybrid = hybrid
         self.disk = PrefixDisk(str(folder), max_bytes, mlxdist.init(), hourly)
         self.tree = PrefixTree(not hybrid, costs=(16.0, 8.0 if hybrid else 0.0), **limits)
-        self.found = self.tree.open(self.disk, self.disk.open({"model": "tokens"}), self.caches)
+        self.found = self.tree.open(self.disk, self.disk.open({"model": "tokens"}))
 
     def caches(self):
         return [KVCache(), ArraysCache(1)] if self.hybrid else [KVCache()]
@@ -274,7 +274,10 @@ def test_files_of_something_else_are_removed(model, tmp_path):
     """Other weights of the same shapes, and an identity that is none; but not what a user has put there."""
     folder = tmp_path / "kept"
     run(model, 1, folder)
-    notes, unfinished = folder / "rank-0-of-1" / "notes.txt", folder / "rank-0-of-1" / f"{'a' * 16}.part"
+    notes, unfinished = (
+        folder / "rank-0-of-1" / "notes.txt",
+        folder / "rank-0-of-1" / f".{'a' * 32}-0-{'b' * 32}.safetensors-{'c' * 16}",
+    )
     notes.write_text("what a user has put there")
     unfinished.write_text("a write that was killed")
     other = save_model_folder(tmp_path / "other", seed=2)

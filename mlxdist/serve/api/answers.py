@@ -103,7 +103,7 @@ class ApiAnswer(ABC):
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompts' tokens, those that the prefix cache had."""
+        """The number of the prompts' tokens that the prefix cache had."""
         # Choices after the first may find their prompt in the cache because the first has put it there.
         return sum(min(choice.cached_tokens for choice in group) for group in self._groups())
 

@@ -13,6 +13,7 @@ from mlxdist.base import tables
 __all__ = [
     "SIZE",
     "SIZES",
+    "Parsed",
     "check_range",
     "check_sizes",
     "multiples_of",
