@@ -17,6 +17,8 @@ from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 close = partial(comparing.close, rtol=1e-4)
+# A compiled kernel of MLX's CUDA backend (0.32.4) ends the process where an array has no elements.
+EMPTY = [] if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available() else [(0, 6)]
 UNEVEN = [r + 1 for r in range(size)]
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
@@ -71,7 +73,7 @@ def dense() -> None:
         whole = Dense(6, hidden, bias, activation)
         layer = ParallelMLP.from_mlp(whole, activation=activation, rank_shares=weights)
         assert sum(layer.sizes) == hidden
-        for shape in ((6,), (3, 6), (2, 1, 6), (0, 6)):
+        for shape in ((6,), (3, 6), (2, 1, 6), *EMPTY):
             x = mx.random.normal(shape)
             close(layer(x), whole(x), f"{hidden} {weights} of {shape}")
         x, scale = mx.random.normal((2, 2 * size, 6)), mx.random.normal((2, 2 * size, 6))

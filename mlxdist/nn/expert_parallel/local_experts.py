@@ -155,9 +155,9 @@ def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool
         return mx.zeros((*experts.shape, base(layer[names[-1]]).output_dims), dtype)
     if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
-    # Not rows[..., None, :]: with sorted indices MLX has taken the stride of that view's new axis for that of its rows,
-    # on Metal before 0.32.1 (ml-explore/mlx#3960); the CUDA kernel of 0.32.4 has not been run on one.
-    hidden = rows.reshape(*rows.shape[:-1], 1, rows.shape[-1])
+    # With sorted indices MLX's gather_mm has misread rows that are not contiguous, or have an axis that was inserted:
+    # on Metal before 0.32.1 (ml-explore/mlx#3960), on CUDA in 0.32.4. So neither here nor, by squeeze, for gradients.
+    hidden = mx.contiguous(rows).reshape(*rows.shape[:-1], 1, rows.shape[-1])
     *first, last = (layer[name] for name in names)
     # Up before gate, in mlx-lm's order, for results that are bitwise those of its layer.
     inner = [one(hidden, experts, sorted_indices=ascending) for one in reversed(first)]
@@ -165,7 +165,8 @@ def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool
     if tp_group is not None and "bias" in last and tp_group.rank() != 0:  # the first rank alone adds it
         last = copy.copy(last)
         last["bias"] = last["bias"] * 0
-    return last(hidden, experts, sorted_indices=ascending).squeeze(-2).astype(dtype)
+    result = last(hidden, experts, sorted_indices=ascending)
+    return result.reshape(*result.shape[:-2], result.shape[-1]).astype(dtype)
 
 
 def skips_others(layer: nn.Module) -> bool:

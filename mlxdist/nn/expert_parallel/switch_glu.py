@@ -12,7 +12,6 @@ import numpy as np
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.cuda import computes_on_cuda
 from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
@@ -151,15 +150,9 @@ class ExpertParallelSwitchGLU(nn.Module):
             policy: for "auto"; ``None`` for one with the numbers of the tuning file, or of the provider.
 
         Raises:
-            InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit; MLX
-                computes on CUDA.
+            InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit.
         """
         group = group_of(group)
-        if computes_on_cuda():
-            raise InvalidArgument(
-                "from_switch: experts of several ranks have returned wrong results on CUDA (MLX 0.32.4), and are not "
-                "computed there; mx.set_default_device(mx.cpu), or shard the model by tp alone"
-            )
         names = projections(switch)
         options = _Options(mode, tokens, capacity_factor, exchange_dtype, host_sync)
         placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)

@@ -84,8 +84,8 @@ class RotaryTable:
         dims, half = self.dims, self.dims // 2
         first = mx.arange(dims) % 2 == 0 if self.traditional else mx.arange(dims) < half
         ones = mx.zeros((1, 1, positions, self._head_dim))
-        ones[..., :dims] = first.astype(mx.float32)
-        turned = self.rope(ones, offset=offset)[0, 0, :, :dims]
+        ones[..., :dims] = first.astype(mx.float32)  # where dims are all: a view of one row, without strides
+        turned = self.rope(mx.contiguous(ones), offset=offset)[0, 0, :, :dims]
         pairs = turned.reshape(positions, half, 2) if self.traditional else turned.reshape(positions, 2, half)
         axis = -1 if self.traditional else 1
         cos, sin = mx.split(pairs, 2, axis)
