@@ -153,13 +153,15 @@ class Broadcast : public Operation<Broadcast, int, int64_t> {
   std::shared_ptr<Primitive> adjoint() override { return make<Reduce>(static_cast<int>(MLXDIST_SUM), argument<0>()); }
   void evaluate(const Arrays& inputs, mx::array& out) override {
     const auto& in = inputs[0];
+    std::function<void()> fill = [] {};
     if (is_root(argument<0>())) {
-      out.copy_shared_buffer(in); /* the root's data is only read */
+      fill = share(in, out); /* the root's data is only read */
     } else {
       allocate_like(in, out);
     }
     auto layout = with_structure(layout_of(out), argument<1>());
-    enqueue([data = data_of(out), layout, root = argument<0>()](mlxdist_group* group, mlxdist_call* call) {
+    enqueue([fill, data = data_of(out), layout, root = argument<0>()](mlxdist_group* group, mlxdist_call* call) {
+      fill();
       return mlxdist_broadcast(group, data, &layout, root, call);
     });
   }
@@ -353,11 +355,11 @@ class Send : public Operation<Send, int> {
   std::shared_ptr<Primitive> adjoint() override;
   void evaluate(const Arrays& inputs, mx::array& out) override {
     const auto& in = inputs[0];
-    out.copy_shared_buffer(in);
     const int to = argument<0>();
     enqueue(
-        [in = data_of(in), plain = layout_of(in), contents = contents_of(inputs), to](mlxdist_group* group,
-                                                                                      mlxdist_call* call) {
+        [fill = share(in, out), in = data_of(in), plain = layout_of(in), contents = contents_of(inputs), to](
+            mlxdist_group* group, mlxdist_call* call) {
+          fill();
           auto layout = with_structure(plain, structure_of(contents));
           return mlxdist_send(group, in, &layout, to, call);
         },
@@ -436,9 +438,9 @@ class RequireEqual : public Operation<RequireEqual, int64_t, std::string> {
 
  protected:
   void evaluate(const Arrays& inputs, mx::array& out) override {
-    out.copy_shared_buffer(inputs[0]);
-    enqueue([content = Content(inputs[0], argument<0>()), size = connection_->size(), advice = argument<1>()](
-                mlxdist_group* group, mlxdist_call* call) {
+    enqueue([fill = share(inputs[0], out), content = Content(inputs[0], argument<0>()), size = connection_->size(),
+             advice = argument<1>()](mlxdist_group* group, mlxdist_call* call) {
+      fill();
       Fingerprint own{content.hash(), content.size(), content.last()};
       std::vector<Fingerprint> all(size);
       mlxdist_layout layout{MLXDIST_UINT64, 1, {sizeof own / sizeof(uint64_t)}};

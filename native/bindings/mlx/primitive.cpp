@@ -1,7 +1,10 @@
 #include "primitive.h"
 
+#include <cstring>
+
 #include "call_site.h"
 #include "mlx/allocator.h"
+#include "mlx/backend/cuda/cuda.h"
 
 namespace mlxdist {
 
@@ -87,12 +90,30 @@ void enqueue_all_reduce(const OpContext& context, const mx::array& in, mx::array
 
 void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
+/* On CUDA an input may be in a buffer that only the GPU has. MLX (0.32.4) raises an error where a GPU stream reads the
+ * result of a CPU stream in such a buffer, and the evaluating thread cannot move it: the GPU may still write to it. */
+static bool results_share_memory() {
+  static const bool share = !mx::cu::is_available();
+  return share;
+}
+
 void allocate_like(const mx::array& in, mx::array& out) {
-  if (in.is_donatable() && in.shape() == out.shape() && in.dtype() == out.dtype()) {
+  if (results_share_memory() && in.is_donatable() && in.shape() == out.shape() && in.dtype() == out.dtype()) {
     out.copy_shared_buffer(in);
   } else {
     allocate(out);
   }
+}
+
+std::function<void()> share(const mx::array& in, mx::array& out) {
+  if (results_share_memory()) {
+    out.copy_shared_buffer(in);
+    return [] {};
+  }
+  allocate(out);
+  return [from = data_of(in), to = data_of(out), bytes = in.nbytes()] {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  };
 }
 
 mx::Shape times_first(mx::Shape shape, int factor) {

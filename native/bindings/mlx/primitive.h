@@ -12,6 +12,7 @@
  */
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -94,9 +95,12 @@ void enqueue_all_reduce(const OpContext& context, const mlx::core::array& in, ml
  * arrays hardly ever have. */
 mlxdist_layout with_structure(mlxdist_layout layout, int64_t structure);
 
-/* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and has no other reader. */
+/* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and has no other reader. `share`
+ * gives it that of `in`, or, where a result may not have that, its own: the task calls what comes back before it uses
+ * either. */
 void allocate(mlx::core::array& out);
 void allocate_like(const mlx::core::array& in, mlx::core::array& out);
+std::function<void()> share(const mlx::core::array& in, mlx::core::array& out);
 
 /* Shapes along the first axis. A scalar counts as one row. */
 mlx::core::Shape times_first(mlx::core::Shape shape, int factor);
