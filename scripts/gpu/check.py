@@ -53,7 +53,8 @@ def concerns(folder: Path) -> list[Concern]:
         rank_script("mlx_graphs", seconds=60),
         rank_script("parallel_mlp", "dense", "collectives", seconds=60),
         rank_script("split_block", "layers", "counts", seconds=80),
-        rank_script("expert_parallel", "thin", "gradients", seconds=80),
+        rank_script("expert_parallel", "thin", seconds=80),
+        rank_script("expert_parallel", "gradients", seconds=200),  # compiles many kernels
         rank_script("fully_shard", "like_one_process", seconds=80),
         rank_script("loading", "models", str(folder / "loading"), seconds=60),
         rank_script("late_peers", "loads", "2", "60", str(folder), seconds=30),
