@@ -27,6 +27,12 @@ __all__ = ["doctor"]
     "--cwd", type=USER_PATH, metavar="DIR", help="Where ranks will run, on every host. [default: current directory]"
 )
 @click.option("--quick", is_flag=True, help="Measure nothing: no links, no GPU.")
+@click.option(
+    "--advertised",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GBIT",
+    help="Gbit/s of a link one way, to compare its bandwidth with.  [default: what its ports say]",
+)
 @click.option("--full", is_flag=True, help="Compare every byte of the model, not samples of its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
@@ -44,6 +50,7 @@ def doctor(
     model: str | None,
     cwd: str | None,
     quick: bool,
+    advertised: float | None,
     full: bool,
     as_json: bool,
     report_file: Path | None,
@@ -78,7 +85,16 @@ def doctor(
     from mlxdist.tools.doctor.findings import Verdict
 
     directory = absolute(cwd or ".", "--cwd")
-    options = make_options(selection, command, script=script, model=model, directory=directory, quick=quick, full=full)
+    options = make_options(
+        selection,
+        command,
+        script=script,
+        model=model,
+        directory=directory,
+        quick=quick,
+        full=full,
+        advertised=advertised or 0.0,
+    )
     if report_file is not None:
         from mlxdist.tools.doctor.diagnostics.command import make_report
         from mlxdist.tools.doctor.diagnostics.sections import Context

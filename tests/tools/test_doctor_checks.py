@@ -7,6 +7,7 @@ from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
+from mlxdist.runtime.devices.paths import Path
 from mlxdist.tools.doctor.checks import run_checks
 from mlxdist.tools.doctor.checks.files import check_model, check_script
 from mlxdist.tools.doctor.checks.job import check_bandwidth, check_correctness, check_latency, check_provider
@@ -451,9 +452,43 @@ def test_links():
     assert next(check_latency(after())).verdict is next(check_bandwidth(after())).verdict is Verdict.SKIP
     assert not of(check_bandwidth(after(bandwidth=pairs))) and not of(check_latency(after(latency=pairs)))
     slow = only(check_bandwidth(after(bandwidth=pairs | {("a", "c"): 2e9})))
-    assert slow.hosts == ("a", "c") and slow.what == "2.00 GB/s, 20% of the median 10.00 GB/s"
+    assert slow.hosts == ("a", "c") and slow.what == "2.00 GB/s, 20% of the 10.00 GB/s of the median pair"
     late = only(check_latency(after(latency=dict.fromkeys(pairs, 10.0) | {("b", "c"): 90.0})))
     assert late.hosts == ("b", "c") and "90.0 us, 900%" in late.what
+
+
+@pytest.mark.parametrize(
+    ("provider", "path", "rate", "good", "link"),
+    [
+        ("librdma", Path.RDMA, 80, 6.5e9, "Thunderbolt 5 at 80 Gbit/s"),
+        ("librdma", Path.RDMA, 160, 11.9e9, "Thunderbolt 5 at 160 Gbit/s"),
+        ("librdma", Path.RDMA, 40, 1.9e9, "Thunderbolt 4 at 40 Gbit/s"),
+        ("ibverbs", Path.RDMA, 100, 11e9, "RDMA at 100 Gbit/s"),
+        ("soft", Path.TCP, 1, 0.118e9, "TCP at 1 Gbit/s"),
+        ("soft", Path.TCP, 100, 1.2e9, "TCP at 100 Gbit/s"),
+    ],
+)
+def test_bandwidth_of_two_hosts_is_compared_with_their_ports(provider, path, rate, good, link):
+    """Two hosts have no other pair to be slower than: a cable at half of its rate was "ok"."""
+    pair = ("a", "b")
+    job = {"hosts": pair, "provider": provider, "paths": dict.fromkeys((pair, pair[::-1]), path)}
+    found = after(**job, rates=dict.fromkeys((pair, pair[::-1]), float(rate) if path is Path.RDMA else 0.0))
+    ends = [dict(zip(("source", "target"), ends)) for ends in (pair, pair[::-1])]
+    found.attempts = [ConnectAttempt(**end, address="10.0.0.1", kind="ethernet", speed=1000 * rate) for end in ends]
+    found.job = dataclasses.replace(found.job, bandwidth={pair: good, pair[::-1]: good})
+    assert next(check_bandwidth(found)).what.endswith(f", as {link}")
+    found.job = dataclasses.replace(found.job, bandwidth={pair: good / 2.1, pair[::-1]: good / 2.1})
+    assert [finding.hosts for finding in of(check_bandwidth(found))] == [pair, pair[::-1]]
+    assert f"that {link} reaches one way" in of(check_bandwidth(found))[0].what
+    found.options = CheckOptions(advertised=rate / 16)
+    assert not of(check_bandwidth(found))
+
+
+def test_bandwidth_without_a_rate_is_compared_with_the_others():
+    ways = (("a", "b"), ("b", "a"))
+    found = after(hosts=("a", "b"), paths=dict.fromkeys(ways, Path.TCP), bandwidth=dict.fromkeys(ways, 1e7))
+    found.attempts = [ConnectAttempt(*way, address="10.0.0.1", kind="wifi", speed=1000) for way in ways]
+    assert not of(check_bandwidth(found))
 
 
 def test_nothing_is_well_where_no_host_responds():

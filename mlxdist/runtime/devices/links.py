@@ -38,13 +38,15 @@ class Link:
 class Choice:
     """The links that one rank uses.
 
-    ``links``: those to each rank, at most two; ``paths``: what they are. There are no links to the rank itself, and
-    to a rank that the device map has no link to, when the user requires RDMA. ``summary``: the providers,
-    "ibverbs+soft". ``adjacency``: the pairs of ranks, both ways, that are connected at all; None where every pair is.
+    ``links``: those to each rank, at most two; ``paths``: what they are; ``rates``: of their ports together, in Gbit/s
+    one way, 0 where a port does not say it. There are no links to the rank itself, and to a rank that the device map
+    has no link to, when the user requires RDMA. ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs of
+    ranks, both ways, that are connected at all; None where every pair is.
     """
 
     links: tuple[tuple[Link, ...], ...]
     paths: tuple[Path, ...]
+    rates: tuple[float, ...]
     summary: str
     reason: str
     adjacency: frozenset[tuple[int, int]] | None = None
@@ -77,13 +79,16 @@ def choose(
     """
     chooser = _Chooser(nodes, provider, device_map, min(links_per_peer, MAX_LINKS), soft_transport)
     links: list[tuple[Link, ...]] = []
+    rates: list[float] = []
     for peer in range(len(nodes)):
-        ends = [] if peer == rank else chooser.connect(min(rank, peer), max(rank, peer))
+        low, high = min(rank, peer), max(rank, peer)
+        ends = [] if peer == rank else chooser.connect(low, high)
         links.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
+        rates.append(_rate(nodes[low], nodes[high], ends))
     providers = sorted({link.provider for to_peer in links for link in to_peer}) or ["soft"]
     reason = _reason(nodes, rank, provider, links, chooser.without_rdma)
     paths = tuple(_path(nodes[rank], node, to_node, soft_transport) for node, to_node in zip(nodes, links))
-    return Choice(tuple(links), paths, "+".join(providers), reason, chooser.adjacency())
+    return Choice(tuple(links), paths, tuple(rates), "+".join(providers), reason, chooser.adjacency())
 
 
 class _Chooser:
@@ -268,6 +273,13 @@ class _Chooser:
 
     def _pair(self, low: int, high: int) -> str:
         return f"rank {low} on {self._nodes[low].host} and rank {high} on {self._nodes[high].host}"
+
+
+def _rate(near: NodeInfo, far: NodeInfo, ends: Sequence[_Ends]) -> float:
+    """The sum over links of the rate of the slower port; 0 if it is not known of one of them."""
+    speeds = [{(device.provider, device.name): device.speed or 0.0 for device in node.devices} for node in (near, far)]
+    rates = [min(speed[end.provider, end.device] for speed, end in zip(speeds, pair)) for pair in ends]
+    return sum(rates) if all(rates) else 0.0
 
 
 def _path(here: NodeInfo, there: NodeInfo, links: tuple[Link, ...], soft_transport: str) -> Path:

@@ -36,7 +36,9 @@ class NativeGroup:
         self.run = environment.run
         self.tuning = tuning.Tuning()
         self.provider_reason = "a group of one"
-        self.paths = (Path.SHARED_MEMORY,) * environment.world_size  # to each rank
+        # to each rank
+        self.paths = (Path.SHARED_MEMORY,) * environment.world_size
+        self.rates = (0.0,) * environment.world_size  # of ports, in Gbit/s; 0 where they are not known
         self._environment = environment
         self._host = host
         self._lock = threading.Lock()  # guards the end of the pointer
@@ -54,7 +56,7 @@ class NativeGroup:
         if choice is None:
             self.provider_reason = device_selection.ONE_HOST
         else:
-            self.provider_reason, self.paths = choice.reason, choice.paths
+            self.provider_reason, self.paths, self.rates = choice.reason, choice.paths, choice.rates
         if environment.topology is not None:
             own = environment.rank
             linked = [rank == own or (own, rank) in environment.topology for rank in range(environment.world_size)]

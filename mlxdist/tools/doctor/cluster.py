@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxdist.cluster.hostfile.hosts import Host
+from mlxdist.runtime.devices.paths import Path
 
 __all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
 
@@ -22,6 +23,7 @@ class CheckOptions:
     backend: str = ""  # of the hostfile
     quick: bool = False  # no measurements
     full: bool = False  # weights are compared to the last byte
+    advertised: float = 0.0  # Gbit/s of each link one way, in place of what ports say; 0 if not given
     guessed: bool = False  # the model is what --model of the command says, which may be something else
 
 
@@ -66,8 +68,10 @@ class Job:
     provider: str = ""
     reason: str = ""
     latency: Mapping[tuple[str, str], float] = field(default_factory=dict)  # microseconds one way, by pair of hosts
-    # bytes a second from the first host of the pair to the second
-    bandwidth: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    # from the first host of the pair to the second
+    bandwidth: Mapping[tuple[str, str], float] = field(default_factory=dict)  # bytes a second
+    paths: Mapping[tuple[str, str], Path] = field(default_factory=dict)
+    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of ports for RDMA, Gbit/s; 0 if not known
 
 
 @dataclass

@@ -34,6 +34,7 @@ def make_options(
     variables: Mapping[str, str] | None = None,
     quick: bool = False,
     full: bool = False,
+    advertised: float = 0.0,
 ) -> CheckOptions:
     """The options of the checks. Script and model are taken from the command if they are not given."""
     hostfile = selection.hostfile
@@ -49,6 +50,7 @@ def make_options(
         backend=hostfile.backend if hostfile else "",
         quick=quick,
         full=full,
+        advertised=advertised,
     )
 
 

@@ -13,6 +13,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
+from mlxdist.runtime.devices.paths import Path
 
 from .checks.variables import FAST_SYNCH
 from .cluster import CheckOptions, Job
@@ -119,7 +120,7 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
     if result.status or not printed:
         return Job(names, ranks, last_words(result.errors), command=again)
     found = printed[0]
-    pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
+    pairs = {(names[int(a)], names[int(b)]): measured for a, b, *measured in found["links"]}
     return Job(
         names,
         ranks,
@@ -128,8 +129,10 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
         tested=found["tested"],
         provider=found["provider"],
         reason=found["reason"],
-        latency={pair: latency for pair, (latency, _) in pairs.items()},
-        bandwidth={pair: rate for pair, (_, rate) in pairs.items()},
+        latency={pair: latency for pair, (latency, *_) in pairs.items()},
+        bandwidth={pair: bandwidth for pair, (_, bandwidth, *_) in pairs.items()},
+        paths={pair: Path(int(path)) for pair, (*_, path, _) in pairs.items()},
+        rates={pair: rate for pair, (*_, rate) in pairs.items()},
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 import mlxdist
 from mlxdist.base.json_reader import parse_json
+from mlxdist.runtime.group.group import engine_of
 
 from ..bench.operations import Inputs, add, count_wrong
 from ..calibrate.links import measure_link
@@ -71,9 +72,11 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
-    """[from, to, microseconds one way, bytes per second] for each pair of hosts, in both directions; on every rank."""
+    """[from, to, microseconds one way, bytes per second, `Path`, Gbit/s of the ports or 0] for each pair of hosts, in
+    both directions; on every rank."""
     count = len(leaders)
-    found = np.zeros((count, count, 2))
+    found = np.zeros((count, count, 4))
+    native_group = engine_of(world).world.native_group
     for pairs in rounds(count):
         world.barrier()
         for pair in pairs:
@@ -88,7 +91,10 @@ def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
                 if link["wrong"]:
                     what = f"what rank {world.rank()} has received from rank {leaders[source]} is not what was sent"
                     raise RuntimeError(what)
-                found[source, target] = latency * 1e6, link["median"] * 1e9  # on one rank, so the sum has each once
+                peer = leaders[source]
+                path, rate = native_group.paths[peer], native_group.rates[peer]
+                # on one rank, so the sum has each once
+                found[source, target] = latency * 1e6, link["median"] * 1e9, path, rate
     found = mlxdist.all_sum(found, group=world)
     return [[a, b, *map(float, found[a, b])] for a in range(count) for b in range(count) if a != b]
 

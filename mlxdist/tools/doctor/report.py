@@ -1,6 +1,5 @@
 """The results of the checks, as a table for people and as JSON for programs."""
 
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .checks.job import LATENCY_FACTOR, SHARE
+from .checks.job import Outlier, late_pairs, slow_pairs
 from .cluster import Cluster
 from .findings import Finding, Result, Verdict
 
@@ -30,13 +29,14 @@ def print_report(cluster: Cluster, results: Sequence[Result]) -> None:
     console.print(_checks(cluster, results, console.width))
     _print_details(console, cluster, results)
     if cluster.job is not None:
-        for title, values, is_latency in (
-            ("Latency, us one way (8 bytes, median)", cluster.job.latency, True),
-            ("Bandwidth, GB/s from row to column", cluster.job.bandwidth, False),
+        in_gigabytes = {pair: value / 1e9 for pair, value in cluster.job.bandwidth.items()}
+        for title, values, digits, outliers in (
+            ("Latency, us one way (8 bytes, median)", cluster.job.latency, 1, late_pairs(cluster)),
+            ("Bandwidth, GB/s from row to column", in_gigabytes, 2, slow_pairs(cluster)),
         ):
             if values:
                 console.print()
-                console.print(_matrix(title, cluster.job.hosts, values, is_latency))
+                console.print(_matrix(title, cluster.job.hosts, values, digits, outliers))
     console.print()
     console.print(_summary(cluster, results))
 
@@ -64,7 +64,7 @@ def as_json(cluster: Cluster, results: Sequence[Result], failed: Sequence[str]) 
     found = {"verdict": str(_worst(results)), "hosts": cluster.names, "failed": list(failed), "checks": checks}
     if (job := cluster.job) is None:
         return found | {"job": None}
-    pairs = {"latency_us": job.latency, "bandwidth": job.bandwidth}
+    pairs = {"latency_us": job.latency, "bandwidth": job.bandwidth, "port_gigabits": job.rates}
     links = {
         name: [{"from": a, "to": b, "value": value} for (a, b), value in values.items()]
         for name, values in pairs.items()
@@ -159,14 +159,19 @@ def _print_details(console: Console, cluster: Cluster, results: Sequence[Result]
         console.print(table)
 
 
-def _matrix(title: str, hosts: Sequence[str], values: Mapping[tuple[str, str], float], is_latency: bool) -> Table:
-    """A matrix with a row for each sender. A value far from the median is marked with its ratio to it."""
+def _matrix(
+    title: str,
+    hosts: Sequence[str],
+    values: Mapping[tuple[str, str], float],
+    digits: int,
+    outliers: Mapping[tuple[str, str], Outlier],
+) -> Table:
+    """A matrix with a row for each sender. An outlier is marked with its share of what it should be."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")
     shown = hosts[:_MATRIX_HOSTS]
     for host in shown:
         table.add_column(host, justify="right", overflow="fold")
-    median = statistics.median(values.values())
     for a in shown:
         cells = []
         for b in shown:
@@ -174,9 +179,8 @@ def _matrix(title: str, hosts: Sequence[str], values: Mapping[tuple[str, str], f
             if value is None:
                 cells.append(Text("-", "dim"))
                 continue
-            is_outlier = value > LATENCY_FACTOR * median if is_latency else value < SHARE * median
-            text = f"{value:.1f}" if is_latency else f"{value / 1e9:.2f}"
-            cells.append(Text(f"{text} ({value / median:.0%})", "yellow") if is_outlier else Text(text))
+            text, outlier = f"{value:.{digits}f}", outliers.get((a, b))
+            cells.append(Text(f"{text} ({outlier.share:.0%})", "yellow") if outlier else Text(text))
         table.add_row(a, *cells)
     if len(hosts) > len(shown):
         table.caption = f"{len(hosts) - len(shown)} more hosts: --json has all"

@@ -2,14 +2,16 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..cluster import Cluster, Job
+from ..expected_bandwidth import expected_bandwidth
 from ..findings import Finding, fail, ok, skip, warn, way
 from .rdma import wants_rdma
 
-__all__ = ["LATENCY_FACTOR", "SHARE", "check_bandwidth", "check_correctness", "check_latency", "check_provider"]
+__all__ = ["check_bandwidth", "check_correctness", "check_latency", "check_provider", "late_pairs", "slow_pairs"]
 
-SHARE = 0.6  # of the median bandwidth
+SHARE = 0.6  # of the bandwidth that a link of its kind and rate reaches, and of the median
 LATENCY_FACTOR = 2.5  # times the median
 _RUN_AGAIN = "run it again and look at its output: MLXDIST_DEBUG=info {command}"
 
@@ -48,29 +50,72 @@ def check_provider(cluster: Cluster) -> Iterator[Finding]:
         yield ok(job.hosts, what)
 
 
+@dataclass(frozen=True)
+class Outlier:
+    """A pair of hosts whose link is slow. ``share``: of what it should be."""
+
+    share: float
+    what: str
+
+
 def check_latency(cluster: Cluster) -> Iterator[Finding]:
     values = cluster.job.latency if cluster.job else {}
-    return _links(cluster, values, lambda value, median: value > LATENCY_FACTOR * median, lambda us: f"{us:.1f} us")
+    yield from _links(cluster, values, late_pairs(cluster), lambda us: f"{us:.1f} us")
+
+
+def late_pairs(cluster: Cluster) -> dict[tuple[str, str], Outlier]:
+    """The pairs of hosts whose latency is far above the median."""
+    values = cluster.job.latency if cluster.job else {}
+    median = statistics.median(values.values() or [0])
+    return {
+        pair: Outlier(value / median, f"{value:.1f} us, {value / median:.0%} of the median {median:.1f} us")
+        for pair, value in values.items()
+        if value > LATENCY_FACTOR * median
+    }
 
 
 def check_bandwidth(cluster: Cluster) -> Iterator[Finding]:
+    """Compares each pair with what its link should reach, and with the others: one slow cable of two has no other."""
     values = cluster.job.bandwidth if cluster.job else {}
-    return _links(cluster, values, lambda value, median: value < SHARE * median, lambda rate: f"{rate / 1e9:.2f} GB/s")
+    links = sorted({expected.link for pair in values if (expected := expected_bandwidth(cluster, pair))})
+    yield from _links(cluster, values, slow_pairs(cluster), _gigabytes, f", as {' and '.join(links)}" if links else "")
+
+
+def slow_pairs(cluster: Cluster) -> dict[tuple[str, str], Outlier]:
+    """The pairs of hosts whose bandwidth is far below what their link reaches, or below the median."""
+    values = cluster.job.bandwidth if cluster.job else {}
+    median = statistics.median(values.values() or [0])
+    slow = {}
+    for pair, value in values.items():
+        expected = expected_bandwidth(cluster, pair)
+        if expected and value < SHARE * expected.bandwidth:
+            wanted, why = expected.bandwidth, f"that {expected.link} reaches one way"
+        elif value < SHARE * median:
+            wanted, why = median, "of the median pair"
+        else:
+            continue
+        slow[pair] = Outlier(
+            value / wanted, f"{_gigabytes(value)}, {value / wanted:.0%} of the {_gigabytes(wanted)} {why}"
+        )
+    return slow
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
 
 
 def _links(
     cluster: Cluster,
     values: Mapping[tuple[str, str], float],
-    is_outlier: Callable[[float, float], bool],
+    outliers: Mapping[tuple[str, str], Outlier],
     show: Callable[[float], str],
+    extra: str = "",
 ) -> Iterator[Finding]:
     if not values or cluster.job is None:
         yield skip((), "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts")
         return
-    median = statistics.median(values.values())
-    slow = {pair: value for pair, value in values.items() if is_outlier(value, median)}
-    for pair, value in slow.items():
+    for pair, outlier in outliers.items():
         remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
-        yield way(warn(pair, f"{show(value)}, {value / median:.0%} of the median {show(median)}", remedy))
-    if not slow:
-        yield ok(cluster.job.hosts, f"{show(min(values.values()))} to {show(max(values.values()))}")
+        yield way(warn(pair, outlier.what, remedy))
+    if not outliers:
+        yield ok(cluster.job.hosts, f"{show(min(values.values()))} to {show(max(values.values()))}{extra}")
