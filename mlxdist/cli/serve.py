@@ -205,7 +205,8 @@ def layout_of(given: dict[str, Any]) -> Layout:
     type=COUNT,
     default=4096,
     show_default=True,
-    help="Tokens between the states that the prefix cache keeps of a model with recurrent layers or sliding windows.",
+    help="Most tokens between the states that the prefix cache keeps of a model with recurrent layers or sliding "
+    "windows.",
 )
 @click.option("--prompt-cache-dir", type=USER_PATH, metavar="DIR", help="The prefix cache's disk, also between runs.")
 @click.option(

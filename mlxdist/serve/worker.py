@@ -48,6 +48,8 @@ __all__ = ["BatchLimits", "Outcome", "Worker"]
 PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
 REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
+_LAST_STATES = 512  # tokens before the end of a prompt at which there are states; and at twice as many, and so on
+
 
 @dataclass(frozen=True)
 class BatchLimits:
@@ -61,7 +63,7 @@ class BatchLimits:
         prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them; None for as
             many as memory allows. A prefix that sequences share counts once.
         snapshot_interval: tokens of a prompt after which the prefix cache keeps the states of a model with sliding
-            windows or recurrent layers, from which another prompt can go on.
+            windows or recurrent layers, from which another prompt can go on; near the prompt's end there are more.
         num_draft_tokens: drafts of each request in a step; with 0, a request gets one token per step.
     """
 
@@ -333,7 +335,13 @@ class Worker:
         """Returns where the prompt is put into the prefix cache as it is computed, and its end."""
         ends = set(itertools.accumulate(request.segments))
         if not self.cache.can_be_cut:
-            ends.update(range(0, len(request.prompt), self._limits.snapshot_interval))
+            length, interval = len(request.prompt), self._limits.snapshot_interval
+            ends.update(range(0, length, interval))
+            # Most edits are near the end, and states are large: twice the distance is as good twice as far from it.
+            distance = _LAST_STATES
+            while distance < min(interval, length):
+                ends.add(length - distance)
+                distance *= 2
         return sorted(end for end in ends if end > cached)
 
     def _prompt_cache(self, adapter: int, scores: PromptLogprobs | None = None) -> list[Any]:

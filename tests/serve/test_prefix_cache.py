@@ -125,6 +125,24 @@ def test_a_prompt_that_differs_in_an_earlier_turn(tokenizer, kind, interval):
         assert (cached, answer) == (expected, alone(model, prompt)), place
 
 
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_an_edit_computes_few_tokens_before_it(tokenizer, kind):
+    """At most as many as its prompt had after it, or 512, or the interval; and there are few states for that."""
+    generator, model = random.Random(6), model_of(kind, num_hidden_layers=2)
+    client = Client(Worker(model, tokenizer, BatchLimits(snapshot_interval=4096)))
+    first = words(generator, 9000)
+    second = first + client.say(first)[0] + words(generator, 3000)
+    client.say(second)
+    assert client.worker.cache.states == 2 + 3 + 2 + 3 + 2  # multiples of 4096, twice before an end, and at ends
+    for prompt in (first, second):
+        for after in (1, 300, 511, 513, 900, 1500, 2047, 2900):
+            place = len(prompt) - after
+            cached = client.worker.cache.fetch(0, [*second[:place], 95 - second[place]], make_prompt_cache(model))
+            assert 0 <= place - cached <= max(512, after), (place, cached)
+    assert client.worker.cache.fetch(0, [*second[:4000], 95 - second[4000]], make_prompt_cache(model)) == 0
+    assert client.worker.cache.fetch(0, [*second[:6000], 95 - second[6000]], make_prompt_cache(model)) == 4096
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_template_that_drops_earlier_thoughts(tokenizer, kind):
     """All is computed from the first thought on, and nothing before it."""
