@@ -1,8 +1,8 @@
 """Computes random conversations without HTTP, with a prefix cache that is too small for them, and writes the answers.
 
-Arguments: the model's folder; a JSON file with the adapters' folders, the shares of the ranks, the number of bits of
-KV caches or null, the seed and the number of conversations; a file for rank 0 to write a list of [adapter, prompt,
-answer] to.
+Arguments: the model's folder; a JSON file with the adapters' folders, options of load_sharded, the number of bits of
+KV caches or null, the folder of a disk tier or null, the seed and the number of conversations; a file for rank 0 to
+write a list of [adapter, prompt, answer] to.
 """
 
 import json
@@ -14,27 +14,47 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from overlapping import ALL, GREEDY, admission
+from waiting import wait_for
 
 import mlxdist
 from mlxdist.nn import load_sharded
+from mlxdist.runtime.operations.collectives import all_gather
 from mlxdist.serve.adapters import AdaptedModel
 from mlxdist.serve.decisions import Admission, Decisions
 from mlxdist.serve.memory import cache_memory
+from mlxdist.serve.prefix_disk import PrefixDisk
 from mlxdist.serve.quantized_cache import quantize_caches
 from mlxdist.serve.worker import BatchLimits, Worker
 
 RUNNING, LONGEST, ANSWER, CACHE = 4, 240, 10, 350  # requests, and tokens
+DISK, STATES = 800, 30  # tokens on disk, and states
+
+
+class CountingDisk(PrefixDisk):
+    reads = 0
+
+    def read(self, keys):
+        self.reads += len(keys)
+        return super().read(keys)
+
 
 folder, plan = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
 group = mlxdist.init()
+own = group.split(0)  # as a server has it: MLX computes a token ahead in the other
 adapters = plan["adapters"]
-model, tokenizer = load_sharded(folder, group=group, rank_shares=plan["shares"], adapter_path=adapters or None)
+model, tokenizer = load_sharded(folder, group=group, adapter_path=adapters or None, **plan["options"])
 if plan["bits"]:
     quantize_caches(model, 32, plan["bits"])
 model = AdaptedModel(model) if adapters else model
 limits = BatchLimits(RUNNING, prefill_step_size=16, prompt_cache_tokens=CACHE, snapshot_interval=32)
 worker = Worker(model, tokenizer, limits)
-worker.limit(cache_memory(model, RUNNING, 16, group, max_total_tokens=RUNNING * (LONGEST + ANSWER) + 300))
+memory = cache_memory(model, RUNNING, 16, group, max_total_tokens=RUNNING * (LONGEST + ANSWER) + 300)
+worker.limit(memory)
+disk = None
+if plan["disk"]:
+    of_token, of_states = memory.costs
+    disk = CountingDisk(plan["disk"], int(DISK * of_token + STATES * of_states), group, hourly=1 << 40)
+    worker.open_disk(disk, disk.open({}), own)
 
 choose = random.Random(plan["seed"])  # the same on all ranks
 systems = [[choose.randrange(96) for _ in range(count)] for count in (0, 20, 70)]
@@ -82,6 +102,9 @@ while number < requests or running:
     hits += sum(outcome.cached.values())
     most = max(most, worker.cache.tokens)
     assert worker.cache.tokens <= CACHE
+    if step % 3 == 0:
+        assert disk is None or wait_for(lambda: not disk._pending)  # what is read depends on no clock
+        worker.compare(all_gather(worker.report(), group=own).reshape(own.size(), -1))
     end, step = [], step + 1
     for response in outcome.tokens:
         answers[response.uid].append(response.token)
@@ -97,7 +120,11 @@ while number < requests or running:
         asked = running.pop(request)
         said.append((asked.adapter, list(asked.prompt), answers.pop(request)))
 worker.close()
+if disk is not None:
+    disk.close()
+    assert disk.reads > 0
 assert hits > 10 * plan["conversations"] and most > CACHE - 100, (hits, most)
 if group.rank() == 0:
     Path(sys.argv[3]).write_text(json.dumps(said))
-print(f"{len(said)} requests, {hits} tokens from the cache: ok")
+found = f"{len(said)} requests, {hits} tokens from the cache, {disk.reads if disk else 0} parts read from the disk"
+print(f"{found}: ok")

@@ -1,5 +1,5 @@
-"""Random conversations on 1, 2 and 3 ranks with unequal shares, in a prefix cache that is too small for all of them:
-every answer is that of one process without a cache.
+"""Random conversations on 1, 2 and 3 ranks with unequal shares, and on 2 and 3 stages, in a prefix cache that is too
+small for all of them, half of the runs with a disk tier: every answer is that of one process without a cache.
 
 `--conversations=1000` has about as many in all, which is what a release is tried with.
 """
@@ -18,22 +18,36 @@ from mlxdist.serve.quantized_cache import quantize_caches
 pytestmark = pytest.mark.long
 # Heads that ranks can share unequally.
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-SHARES = {1: None, 2: [3, 1], 3: [2, 1, 1]}
+LAYOUTS = {  # ranks, and options of load_sharded
+    "1 rank": (1, {}),
+    "2 ranks": (2, {"rank_shares": [3, 1]}),
+    "3 ranks": (3, {"rank_shares": [2, 1, 1]}),
+    "2 stages": (2, {"pp": 2}),
+    "3 stages": (3, {"pp": 3}),
+}
 CASES = [("qwen3", None), ("qwen3", 8), ("qwen3_next", None), ("gemma3_text", None)]
 
 
-@pytest.mark.parametrize("ranks", SHARES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind, bits", CASES)
-def test_answers_are_those_without_a_cache(run_ranks, pytestconfig, tmp_path, kind, bits, ranks):
+def test_answers_are_those_without_a_cache(run_ranks, pytestconfig, tmp_path, kind, bits, layout):
     """With branches, edits of earlier turns, and requests that are cancelled or end with a stop word."""
     model = save_model_folder(tmp_path / "model", kind, **SIZES)
     adapters = []
     if (kind, bits) == ("qwen3", None):
         adapters = [str(save_adapters(tmp_path / f"adapter {seed}", model, seed)) for seed in (1, 2)]
-    count = -(-pytestconfig.getoption("--conversations") // (len(CASES) * len(SHARES)))
-    plan = {"adapters": adapters, "shares": SHARES[ranks], "bits": bits, "seed": count + ranks, "conversations": count}
+    count = -(-pytestconfig.getoption("--conversations") // (len(CASES) * len(LAYOUTS)))
+    ranks, options = LAYOUTS[layout]
+    has_disk = (CASES.index((kind, bits)) + list(LAYOUTS).index(layout)) % 2
+    plan = {
+        "adapters": adapters,
+        "options": options,
+        "bits": bits,
+        "disk": str(tmp_path / "disk") if has_disk else None,
+    }
+    plan |= {"seed": f"{count} {kind} {bits} {layout}", "conversations": count}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    run_ranks(
+    printed = run_ranks(
         "serving_conversations.py",
         ranks,
         model,
@@ -42,6 +56,7 @@ def test_answers_are_those_without_a_cache(run_ranks, pytestconfig, tmp_path, ki
         timeout=120 + 20 * count,
         environment={"MLX_DISABLE_COMPILE": "1"},
     )
+    print(printed[0])
     loaded = [load(str(model), adapter_path=path)[0] for path in (None, *adapters)]
     for each in loaded if bits else ():
         quantize_caches(each, 32, bits)
