@@ -4,10 +4,10 @@ A thread writes nodes in the order in which they were made, which is the same on
 ranks compare at numbered steps how far they are: a node is stored once all have written it, and is in the tree again
 once all have read it. What one rank cannot write or read, no rank uses.
 
-DIRECTORY/rank-1-of-2/identity.json says what the files belong to. A file's name is KEY-START-DIGEST.safetensors: a hash
-of all tokens up to the end of the node, the place where the node begins, and a hash of the file, whose metadata have
-the tokens of the node. Files are written under another name first. So a crash leaves whole files, and each is checked
-when it is read.
+A file is DIRECTORY/rank-1-of-2/IDENTITY/KEY-START-DIGEST.safetensors: a hash of what keys and values depend on beside
+tokens, a hash of all tokens up to the end of the node, the place where the node begins, and a hash of the file, whose
+metadata have the tokens of the node. Files are written under another name first. So a crash leaves whole files, and
+each is checked when it is read. Files of other identities have the room that those of this one leave.
 """
 
 import contextlib
@@ -31,16 +31,14 @@ from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.private_files import make_private_directory
-from mlxdist.base.validation import build, checked, list_of, map_of, number, plain_text, read_bounded
+from mlxdist.base.validation import build, checked, list_of, map_of, number, plain_text
 from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group.group import Group
 
 from .log import say
 
-__all__ = ["PrefixDisk", "StoredNode", "key_of"]
+__all__ = ["PrefixDisk", "StoredNode", "extended", "hash_of"]
 
-_IDENTITY = "identity.json"
-_MAX_IDENTITY = 1 << 16  # bytes
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_FILES = 1 << 20
 _MAX_NODE = 1 << 16  # tokens
@@ -49,7 +47,6 @@ _HOUR = 3600.0  # seconds
 _END = 30.0  # seconds that the last writes may take
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,8})-[0-9a-f]{32}\.safetensors")
 _UNFINISHED = re.compile(rf"\.{_NAME.pattern}-[0-9a-f]{{16}}")  # of `replace_file`
-_IDENTITY_CHECK = map_of(plain_text(256), 16)
 
 Arrays = Mapping[str, mx.array]
 Scalars = Mapping[str, int | float | bool | None]
@@ -88,7 +85,7 @@ class _Write:
 
 
 class PrefixDisk:
-    """This rank's files, in ``directory``, which ranks of one host may share: ``max_bytes`` of them.
+    """This rank's files, in ``directory``, which ranks of one host may share: ``max_bytes`` of them, others' included.
 
     ``hourly``: bytes that are written in an hour; half of ``max_bytes`` by default. Flash memory wears out.
 
@@ -111,6 +108,8 @@ class PrefixDisk:
                 f"serve: {self._folder} is no directory, or another user's; --prompt-cache-dir names another place"
             )
         self._files: dict[str, Path] = {}  # by key
+        self._others: deque[Path] = deque()  # of other identities, in the order in which they are removed
+        self._bytes = 0  # of all of these
         self._lock = threading.Condition()
         self._queue: deque[_Write] = deque()
         self._pending: dict[str, _Write] = {}  # by key, the last for each
@@ -122,27 +121,19 @@ class PrefixDisk:
         self._writer.start()
 
     def open(self, identity: Mapping[str, str]) -> list[StoredNode]:
-        """The nodes that the files of all ranks have, parents first, in the order of rank 0's files. Collective.
-
-        Files of another ``identity`` are removed on all ranks, with a line that says what differs.
-        """
-        found, problem = self._read_folder(identity)
-        try:
-            replace_file(self._folder / _IDENTITY, json.dumps(identity), 0o600)
-        except OSError as error:  # of a full disk; what is written without it is not read again
-            problem = problem or f"{self._folder / _IDENTITY} cannot be written: {error.strerror}"
+        """The nodes of this ``identity`` that the files of all ranks have, parents first, in the order of rank 0's
+        files. Collective."""
+        self._folder /= _digest(json.dumps(identity).encode())
+        with contextlib.suppress(OSError):  # of a full disk: the first write says so
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._find_others()
         # Nodes whose key, start and states are the same have the same tokens, adapter and parent: their keys are right.
-        mine = {(node.key, node.start, node.has_states): node for node in _with_right_keys(found)}
-        blob = json.dumps({"names": [*mine], "problem": problem}).encode()
-        ranks = [parse_json(blob) for blob in gather_blobs(blob, self._group)]
-        names = [[tuple(name) for name in rank["names"]] for rank in ranks]
+        found = _with_right_keys(self._read_folder())
+        mine = {(node.key, node.start, node.has_states): node for node in found}
+        blobs = gather_blobs(json.dumps([*mine]).encode(), self._group)
+        names = [[tuple(name) for name in parse_json(blob)] for blob in blobs]
         common = set.intersection(*map(set, names))
-        nodes = [mine[name] for name in names[0] if name in common]
-        if self._group.rank() == 0:
-            for rank, facts in enumerate(ranks):
-                if facts["problem"]:
-                    say(f"saved prefix cache of rank {rank}: {facts['problem']}")
-        return _parents_first(nodes)
+        return _parents_first([mine[name] for name in names[0] if name in common])
 
     def keep(self, keys: Collection[str]) -> None:
         """Removes the files of all other nodes."""
@@ -167,7 +158,7 @@ class PrefixDisk:
                 self._lock.notify()
             file = self._files.pop(key, None)
         if file is not None:
-            _unlink(file)
+            self._unlink(file)
 
     def progress(self) -> tuple[int, int]:
         """The number of writes that are done, and 1 if the next one has failed."""
@@ -196,37 +187,39 @@ class PrefixDisk:
         self._writer.join(_END)
         self._reader.shutdown(cancel_futures=True)
 
-    def _read_folder(self, identity: Mapping[str, str]) -> tuple[list[StoredNode], str]:
-        """This rank's nodes, the oldest file first, and what is wrong with others, which are removed."""
-        problem, identity_file = "", self._folder / _IDENTITY
-        if identity_file.exists():
-            try:
-                was = _IDENTITY_CHECK("identity", parse_json(read_bounded(identity_file, _MAX_IDENTITY)))
-                differing = [name for name, value in identity.items() if was.get(name) != value]
-                problem = f"it is of another {', '.join(differing)}; it is removed" if differing else ""
-            except ValueError as error:
-                problem = f"{identity_file} is damaged: {error}; it is removed"
-        names = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    def _find_others(self) -> None:
+        """Lists the files of other identities: first those of the one that has written nothing for the longest, and of
+        these the newest, which go on from older ones."""
+        folders = []
+        for folder in self._folder.parent.glob("?" * 2 * _DIGEST_SIZE):
+            if files := [each for each in _files_of(folder) if _NAME.fullmatch(each[2].name)]:
+                self._bytes += sum(size for _, size, _ in files)
+                if folder != self._folder:
+                    folders.append(files[::-1])
+        self._others.extend(path for files in sorted(folders) for _, _, path in files)
+
+    def _read_folder(self) -> list[StoredNode]:
+        """This rank's nodes, the oldest file first. Files that are damaged, or whose write was killed, are removed."""
         found: dict[str, StoredNode] = {}
-        for path in names:
+        for *_, path in _files_of(self._folder):
             name = _NAME.fullmatch(path.name)
             if name is None:
                 if _UNFINISHED.fullmatch(path.name):
                     _unlink(path)
                 continue
             try:
-                facts = None if problem or len(found) == _MAX_FILES else _facts(path)
+                facts = None if len(found) == _MAX_FILES else _facts(path)
             except (OSError, ValueError):
                 facts = None
             if facts is None:
-                _unlink(path)
+                self._unlink(path)
                 continue
             key = name[1]
             if key in self._files:
                 self.remove(key)  # an older file of a node that has been split
             self._files[key] = path
             found[key] = StoredNode(key, int(name[2]), facts.parent, facts.tokens, facts.adapter, bool(facts.states))
-        return list(found.values()), problem
+        return list(found.values())
 
     def _read_files(self, files: Sequence[Path]) -> list[tuple[bytes, dict[str, object]]]:
         found: list[tuple[bytes, dict[str, object]]] = []
@@ -286,20 +279,41 @@ class PrefixDisk:
         mx.save_safetensors(buffer, dict(arrays), {"mlxdist": json.dumps(facts | {"scalars": dict(write.scalars)})})
         data = buffer.getbuffer()
         path = self._folder / f"{node.key}-{node.start}-{_digest(data)}.safetensors"
+        while self._others and self._bytes + len(data) > self.max_bytes:
+            self._unlink(self._others.popleft())
         replace_file(path, data, 0o600)
         with self._lock:
-            old = path  # it has been cancelled meanwhile
-            if write.arrays is not None:
-                old, self._files[node.key] = self._files.get(node.key, path), path
-                if old == path:
-                    return len(data)
-        _unlink(old)
+            self._bytes += len(data)
+            is_due = write.arrays is not None  # it has not been cancelled meanwhile
+            if is_due:
+                self._files[node.key] = path
+        if not is_due:
+            self._unlink(path)
         return len(data)
 
+    def _unlink(self, path: Path) -> None:
+        freed = _unlink(path)
+        with self._lock:
+            self._bytes -= freed
 
-def _unlink(path: Path) -> None:
+
+def _files_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """The files of a folder, the oldest first, each with its time and size."""
+    found = []
+    for path in folder.glob("*"):  # none, if the folder cannot be made
+        with contextlib.suppress(OSError):  # another server has removed it
+            status = path.lstat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    return sorted(found)
+
+
+def _unlink(path: Path) -> int:
+    """Removes a file. Returns its size."""
     with contextlib.suppress(OSError):  # someone has emptied the folder
+        size = path.lstat().st_size
         path.unlink()
+        return size
+    return 0
 
 
 def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:
@@ -312,13 +326,15 @@ def _parents_first(nodes: Sequence[StoredNode]) -> list[StoredNode]:
     return list(found.values())
 
 
-def key_of(adapter: int, tokens: bytes, parent: Any = None) -> Any:
-    """The hash that names a node, of its adapter and all tokens up to its end; ``parent``: that of its parent.
+def hash_of(adapter: int) -> Any:
+    """The hash of no tokens, from which those of nodes go on that are computed with an adapter."""
+    return hashlib.blake2b(adapter.to_bytes(4, "little"), digest_size=_DIGEST_SIZE)
 
-    ``tokens``: little-endian integers of 4 bytes.
-    """
-    made = hashlib.blake2b(adapter.to_bytes(4, "little"), digest_size=_DIGEST_SIZE) if parent is None else parent.copy()
-    made.update(tokens)
+
+def extended(parent: Any, tokens: np.ndarray) -> Any:
+    """The hash that names a node, of its adapter and all tokens up to its end: that of its parent with its tokens."""
+    made = parent.copy()
+    made.update(tokens.astype("<u4").tobytes())
     return made
 
 
@@ -326,10 +342,11 @@ def _with_right_keys(nodes: Sequence[StoredNode]) -> list[StoredNode]:
     """The nodes whose tokens and those of all nodes before them are the ones that their keys are of."""
     keys: dict[str, Any] = {}
     for node in _parents_first(nodes):
-        parent = keys.get(node.parent) if node.start else None
-        key = key_of(node.adapter, np.array(node.tokens, "<u4").tobytes(), parent)
-        if key.hexdigest() == node.key and node.tokens and (parent is not None or not node.start):
-            keys[node.key] = key
+        parent = keys.get(node.parent) if node.start else hash_of(node.adapter)
+        if parent is not None and node.tokens:
+            key = extended(parent, np.array(node.tokens, np.uint32))
+            if key.hexdigest() == node.key:
+                keys[node.key] = key
     return [node for node in nodes if node.key in keys]
 
 

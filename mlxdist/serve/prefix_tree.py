@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from .cache_blocks import Block, States, copied_states, cut, fill, packed, part_of, unpacked
-from .prefix_disk import PrefixDisk, StoredNode, key_of
+from .prefix_disk import PrefixDisk, StoredNode, extended, hash_of
 
 __all__ = ["PrefixTree", "Reading"]
 
@@ -43,6 +43,7 @@ class _Node:
 
     Attributes:
         block: the keys and values; None where only the disk has them.
+        hash: that of all tokens up to its end, which names its file; a split does not change it.
         states: those after the last token, in memory.
         has_states: whether memory or the disk has states.
         write: the number of the write of its file; 0 without a file.
@@ -55,8 +56,8 @@ class _Node:
         "children",
         "file_bytes",
         "has_states",
+        "hash",
         "is_stored",
-        "key",
         "number",
         "parent",
         "states",
@@ -75,11 +76,17 @@ class _Node:
         self.children: dict[int, _Node] = {}  # by their first tokens
         self.states: States | None = None
         self.has_states = self.is_stored = False
-        self.write, self.key, self.file_bytes = 0, "", 0.0
+        self.write, self.file_bytes = 0, 0.0
+        self.hash = hash_of(adapter) if parent is None else extended(parent.hash, tokens)
 
     @property
     def start(self) -> int:
         return self.stop - len(self.tokens)
+
+    @property
+    def key(self) -> str:
+        found: str = self.hash.hexdigest()
+        return found
 
     @property
     def is_leaf(self) -> bool:
@@ -205,7 +212,7 @@ class PrefixTree:
                 continue
             node = _Node(parent, one.adapter, tokens, None, next(self._numbers), self.step)
             parent.children[int(tokens[0])] = nodes[one.key] = node
-            node.key, node.write, node.is_stored, node.has_states = one.key, -1, True, one.has_states
+            node.write, node.is_stored, node.has_states = -1, True, one.has_states
             self._count_file(node)
         self._evict_files()
         disk.keep(nodes)
@@ -461,7 +468,6 @@ class PrefixTree:
             assert node.parent is not None and node.block is not None
             if node.write:
                 self._remove_file(node)
-            node.key = _key(node)
             arrays, scalars = packed(node.block, node.states or ())
             tokens = tuple(node.tokens.tolist())
             stored = StoredNode(node.key, node.start, node.parent.key, tokens, node.adapter, node.has_states)
@@ -500,13 +506,3 @@ class PrefixTree:
                 self._remove_file(node)
             if parent is not None and parent.parent is not None and is_last(parent):
                 heapq.heappush(candidates, (self._worth(parent, parent.file_bytes), parent.number, parent))
-
-
-def _key(node: _Node) -> str:
-    """A hash of the adapter and of all tokens up to the end of a node."""
-    parts, above = [], node
-    while above.parent is not None:
-        parts.append(above.tokens.astype("<u4").tobytes())
-        above = above.parent
-    found: str = key_of(node.adapter, b"".join(parts[::-1])).hexdigest()
-    return found

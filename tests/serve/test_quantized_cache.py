@@ -170,12 +170,6 @@ def test_the_prefix_cache_on_disk(folder, tmp_path):
             answer = server.ask({"prompt": prompt, "max_tokens": 6})
             assert server.stop() == 0, "".join(server.lines)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        found.append(
-            (
-                answer["choices"][0]["text"],
-                cached,
-                "of another --kv-bits, --kv-group-size or --split-blocks" in "".join(server.lines),
-            )
-        )
+        found.append((answer["choices"][0]["text"], cached))
     first, again, other = found
-    assert first[1:] == (0, False) and again == (first[0], len(prompt) - 1, False) and other[1:] == (0, True)
+    assert first[1] == other[1] == 0 and again == (first[0], len(prompt) - 1)
