@@ -77,7 +77,7 @@ class _Node:
         self.states: States | None = None
         self.has_states = self.is_stored = False
         self.write, self.file_bytes = 0, 0.0
-        self.hash = hash_of(adapter) if parent is None else extended(parent.hash, tokens)
+        self.hash: Any = hash_of(adapter) if parent is None else extended(parent.hash, tokens)
 
     @property
     def start(self) -> int:
