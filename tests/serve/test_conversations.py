@@ -5,15 +5,14 @@ small for all of them, half of the runs with a disk tier: every answer is that o
 """
 
 import json
-from functools import partial
 
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from rounding import SEEDS, rounded_again
 from serving import save_adapters, save_model_folder
 
 from mlxdist.serve.quantized_cache import quantize_caches
@@ -84,15 +83,9 @@ def moved_by_rounding(model: nn.Module, tokens: list[int], *pair: int) -> float:
     """How far the difference of a pair's logits moves if each weight is rounded up or down by one more bit; where keys
     and values have 8 bits, those that are rounded to another step move it by thousandths and more."""
     weights, differences = model.parameters(), []
-    for seed in range(9):
-        mx.random.seed(seed)
-        size = 2**-23 if seed else 0
-        model.update(tree_map(partial(_moved, size), weights))
+    for each in (weights, *(rounded_again(weights, seed) for seed in SEEDS)):
+        model.update(each)
         logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
         differences.append((logits[pair[0]] - logits[pair[1]]).item())
     model.update(weights)
     return max(abs(each - differences[0]) for each in differences)
-
-
-def _moved(size: float, weight: mx.array) -> mx.array:
-    return weight * (1 + size * mx.random.randint(-1, 2, weight.shape).astype(mx.float32))
