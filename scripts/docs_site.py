@@ -73,8 +73,8 @@ class PublicNames(griffe.Extension):
                     found.set_member(name, griffe.Alias(name, f"{module}.{name}", parent=found))
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        if cls.docstring and re.search(r"(?i)made by|^what :meth:", cls.docstring.value):
-            cls.members.pop("__init__", None)  # functions return its instances; users do not make them
+        if "_made_by" in cls.members:
+            cls.members.pop("__init__", None)  # an Opaque class
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch
+from mlxdist.base.opaque import Opaque, create
 
 from .devices.paths import Path
 from .group.group import Group, GroupLike, engine_of
 from .operations import collectives
 from .operations.arguments import group_of
 
-__all__ = ["Mesh", "mesh"]
+__all__ = ["Mesh", "group_without", "mesh"]
 
 # Outermost first: the more an axis communicates, the further inside it is, where neighbors have the best paths. A
 # pipeline sends one activation a stage, data parallelism reduces once a step, a layer of experts exchanges tokens
@@ -25,7 +26,7 @@ _MAX_HOST_BYTES = 256
 _MAX_TRIES = 10_000  # of `_partition`, for each axis and kind of path
 
 
-class Mesh(GroupLike):
+class Mesh(GroupLike, metaclass=Opaque):
     """Ranks along named axes; made by :func:`mesh`. ``mesh["tp"]`` is the group of this rank's neighbors along tp. A
     mesh of one axis may be given as a ``group``, and is that of its axis.
 
@@ -36,6 +37,8 @@ class Mesh(GroupLike):
         ranks: the ranks of ``group`` by coordinates, int32 of one dimension for each axis.
         hosts: of each rank of ``group``.
     """
+
+    _made_by = "mlxdist.mesh"
 
     def __init__(self, group: Group, sizes: dict[str, int]) -> None:
         self.group, self.sizes = group, sizes
@@ -78,10 +81,6 @@ class Mesh(GroupLike):
             raise InvalidArgument(f"group is a mesh of {_product(self.sizes)}: give one axis of it, mesh[{axes[-1]!r}]")
         return self[tuple(axes)]
 
-    def without(self, axis: str) -> Group:
-        """The group of this rank's neighbors along all axes but ``axis``; of all ranks where that has size 1."""
-        return self.group if self.size(axis) == 1 else self[tuple(name for name in self.sizes if name != axis)]
-
     def __str__(self) -> str:
         """A line for each rank, with its coordinates and its host; then the worst path along each axis."""
         shown = [name for name, size in self.sizes.items() if size > 1]
@@ -92,16 +91,15 @@ class Mesh(GroupLike):
             rows.append([str(rank), *(str(where[name]) for name in shown), host])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines += ["  " + "  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}" for row in rows]
-        return "\n".join([*lines, *(f"  {name} over {self.path(name).label}" for name in shown)])
+        return "\n".join([*lines, *(f"  {name} over {self._worst_path(name).label}" for name in shown)])
 
     def __repr__(self) -> str:
         where = ", ".join(f"{name} {place}" for name, place in self.coordinates.items() if self.sizes[name] > 1)
         return f"<mlxdist.Mesh {_product(self.sizes)}, rank {self.group.rank()}{where and ' at '}{where}>"
 
-    def path(self, axis: str) -> Path:
-        """The worst path between two neighbors along ``axis``. Raises InvalidArgument: there is no such axis."""
-        (name,) = self._axes(axis)
-        return Path(min((self._paths[pair] for pair in self._pairs(name)), default=Path.SHARED_MEMORY))
+    def _worst_path(self, axis: str) -> Path:
+        """The worst path between two neighbors along ``axis``, of more than one rank."""
+        return Path(min(self._paths[pair] for pair in self._pairs(axis)))
 
     def _split(self, names: Sequence[str]) -> Group:
         group = self.group.split(self._position(set(self.sizes) - set(names)), self._position(names))
@@ -134,7 +132,7 @@ class Mesh(GroupLike):
                 warnings.warn(
                     f"mesh: axis {axis} has {Path(self._paths[a, b]).label} between {ends}, and every layer waits for "
                     f"it: make {axis} smaller, or connect these hosts by RDMA (`mlxdist doctor` says what is missing)",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 
@@ -161,7 +159,12 @@ def mesh(
     """
     members = group_of(group)
     asked = dict(zip(AXES, (pp, dp, fsdp, cp, ep, tp)))
-    return Mesh(members, _sizes(asked, members.size()))
+    return create(Mesh, members, _sizes(asked, members.size()))
+
+
+def group_without(mesh: Mesh, axis: str) -> Group:
+    """The group of this rank's neighbors along all axes but ``axis``; of all ranks where that has size 1."""
+    return mesh.group if mesh.size(axis) == 1 else mesh[tuple(name for name in mesh.sizes if name != axis)]
 
 
 def _sizes(asked: dict[str, int], ranks: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed, described
 from mlxdist.runtime.group.channel import Channel
 from mlxdist.runtime.group.group import Group, engine_of
-from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.mesh import Mesh, group_without
 
 from .gradient_buckets import BucketPlan, Gradient
 
@@ -39,7 +39,7 @@ class Averaging:
     ) -> None:
         self.model, self.everyone = model, everyone
         self.ranks = everyone if mesh is None else mesh.group  # that call
-        self.alike = everyone if mesh is None else mesh.without("pp")  # that hold the same layers
+        self.alike = everyone if mesh is None else group_without(mesh, "pp")  # that hold the same layers
         self.bucket_plan: BucketPlan | None = None
         self.axes, self._mesh = axes, mesh
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype

@@ -17,6 +17,7 @@ import pytest
 import mlxdist
 from mlxdist import debug, kv, lm, nn, serve, train
 from mlxdist.base import errors
+from mlxdist.base.opaque import Opaque
 from mlxdist.nn import expert_parallel
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -88,8 +89,7 @@ def function_of(member: Any) -> Any:
 
 def is_made_by_users(kind: type) -> bool:
     """Whether a class is called, and is not an error or what a function returns."""
-    made = re.search(r"(?i)made by|^what :meth:", inspect.getdoc(kind))
-    return not (issubclass(kind, Exception) or dataclasses.is_dataclass(kind) or made)
+    return not (issubclass(kind, Exception | tuple) or dataclasses.is_dataclass(kind) or isinstance(kind, Opaque))
 
 
 def callables(value: Any) -> Iterator[tuple[Any, str]]:

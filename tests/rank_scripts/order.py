@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 import mlxdist
-from mlxdist.nn import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel.switch_glu import ExpertParallelSwitchGLU, set_path
 from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.label import label_scope
 
@@ -209,7 +209,7 @@ def experts_differ() -> None:
     from mlx_lm.models.switch_layers import SwitchGLU
 
     experts = ExpertParallelSwitchGLU.from_switch(SwitchGLU(8, 16, 4), group=group)
-    experts.path = f"layers.{int(odd_one)}.switch_mlp"
+    set_path(experts, f"layers.{int(odd_one)}.switch_mlp")
     mx.eval(mx.grad(lambda x: experts(x, mx.zeros((1, 1), mx.int32)).sum())(mx.ones((1, 8))))
 
 

@@ -116,8 +116,6 @@ def test_public_classes_share_no_name():
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 
-# Made by factories: programs do not call these.
-FACTORY_MADE = {"Mesh", "DispatchHandle", "SplitBlock", "Stage"}
 OF_MLX = {"average_gradients", "all_reduce_grads"}  # in the places that mlx.nn.average_gradients gives them
 
 
@@ -126,7 +124,7 @@ def public_callables(module: ModuleType) -> Iterator[tuple[str, Callable]]:
         value = getattr(module, name)
         if inspect.isclass(value) and issubclass(value, Exception):
             continue
-        if callable(value) and name not in FACTORY_MADE | OF_MLX:
+        if callable(value) and name not in OF_MLX:
             yield name, value
         for method, function in vars(value).items() if inspect.isclass(value) else ():
             if not method.startswith("_") and isinstance(function, FunctionType | classmethod):

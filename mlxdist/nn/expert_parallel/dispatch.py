@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.opaque import Opaque, create
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_gather, all_to_all_v
@@ -61,12 +62,14 @@ class Outgoing(NamedTuple):
         return [len(rows) for rows in self.rows] + [len(slots) for slots in self.slots]
 
 
-class DispatchHandle:
+class DispatchHandle(metaclass=Opaque):
     """The sources and destinations of the rows of one routing: made by :func:`dispatch`, used by :func:`combine`.
 
     It may be used again: ``dispatch(x, handle=handle)`` for other rows of the same tokens, ``combine`` any number of
     times, in the same order on all ranks. It holds no rows itself.
     """
+
+    _made_by = "mlxdist.nn.expert_parallel.dispatch"
 
     def __init__(self, group: Group, sent: Outgoing, rows: list[int], pairs: list[int], received: np.ndarray) -> None:
         self.group = group
@@ -242,7 +245,7 @@ def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Dispatc
     rows, pairs = facts[:, rank].tolist(), facts[:, ranks + rank].tolist()
     experts = mx.array(np.concatenate(sent.experts))
     received = all_to_all_v(experts, [len(chunk) for chunk in sent.rows], rows, group=group)
-    return DispatchHandle(group, sent, rows, pairs, np.array(received))
+    return create(DispatchHandle, group, sent, rows, pairs, np.array(received))
 
 
 def _exchange(
@@ -277,7 +280,7 @@ def _route_alike(selected: np.ndarray, placement: Placement, group: Group) -> Di
     sent = [outgoing(chunk, placement) for chunk in np.split(selected, group.size())]
     here = group.rank()
     rows, pairs = [len(one.rows[here]) for one in sent], [len(one.slots[here]) for one in sent]
-    return DispatchHandle(group, sent[here], rows, pairs, np.concatenate([one.experts[here] for one in sent]))
+    return create(DispatchHandle, group, sent[here], rows, pairs, np.concatenate([one.experts[here] for one in sent]))
 
 
 def dispatched(x: mx.array, handle: DispatchHandle, scores: mx.array | None, experts: Experts) -> mx.array:

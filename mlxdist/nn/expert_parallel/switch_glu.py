@@ -12,6 +12,7 @@ import numpy as np
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.opaque import Opaque, create
 from mlxdist.runtime.group.group import GroupLike
 from mlxdist.runtime.label import label_scope
 from mlxdist.runtime.native import bridge
@@ -30,7 +31,7 @@ from .placement import Placement, wrong_index
 from .policy import MODES, LinkCosts, Policy
 from .replicated import Compiled, Experts, optional, replicated
 
-__all__ = ["ExpertParallelSwitchGLU"]
+__all__ = ["ExpertParallelSwitchGLU", "set_path"]
 
 _NAME = "ExpertParallelSwitchGLU"
 _EXCHANGE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -69,7 +70,7 @@ class _Options:
         return ", ".join(f"{name}={dtype_name(getattr(self, name))}" for name in names)
 
 
-class ExpertParallelSwitchGLU(nn.Module):
+class ExpertParallelSwitchGLU(nn.Module, metaclass=Opaque):
     """mlx-lm's SwitchGLU or SwitchMLP whose experts lie on the ranks of a group. Made by :meth:`from_switch`.
 
     ``layer(x, indices)`` is what mlx-lm's blocks call: x (..., d), indices (..., k) -> (..., k, d). ``layer(x, indices,
@@ -80,9 +81,10 @@ class ExpertParallelSwitchGLU(nn.Module):
         last_mode: the one that the last call took.
         dropped: pairs of a token and an expert that the last call dropped on all ranks together; ``None`` if the host
             does not know (``mx.compile``, ``host_sync=False``). ``dropped_total``: the sum over all calls.
-        path: where it is in the model, for errors of ranks that disagree; ``None`` where nothing says so.
         policy: chooses the mode for "auto".
     """
+
+    _made_by = f"{_NAME}.from_switch"
 
     def __init__(self, switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         each = (base(switch[name]) for name in names)
         self._pair_elements = sum(one.input_dims * one.output_dims for one in each)
         self.activation = switch.activation
-        self.path: str | None = None
+        self._path: str | None = None
         self.policy = policy
         self.last_mode: str | None = None
         self.dropped: int | None = 0
@@ -157,7 +159,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         options = _Options(mode, tokens, capacity_factor, exchange_dtype, host_sync)
         placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)
         sharding = Sharding.of(switch, placement, group, None if tp_group is None else group_of(tp_group))
-        return cls(switch, sharding, options, policy or Policy(LinkCosts.of(group=group)))
+        return create(cls, switch, sharding, options, policy or Policy(LinkCosts.of(group=group)))
 
     def _extra_repr(self) -> str:
         group = self._sharding.group
@@ -216,11 +218,6 @@ class ExpertParallelSwitchGLU(nn.Module):
         """Which rank holds which expert."""
         return self._sharding.placement
 
-    @property
-    def num_experts(self) -> int:
-        """The number of experts on all ranks together."""
-        return self.placement.num_experts
-
     def __call__(self, x: mx.array, indices: mx.array, scores: mx.array | None = None) -> mx.array:
         """The experts ``indices`` of the tokens ``x``. Collective.
 
@@ -239,7 +236,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             Mismatch: the ranks disagree, found in the same comparison; or, in calls that leave the comparison to a
                 later one, shapes that do not fit on one rank, or differ from the others'.
         """
-        with label_scope(self.path if bridge.traces() else None):  # decoding: it would cost time for each token
+        with label_scope(self._path if bridge.traces() else None):  # decoding: it would cost time for each token
             return self._call(x, indices, scores)
 
     def _call(self, x: Any, indices: Any, scores: Any) -> mx.array:
@@ -292,8 +289,8 @@ class ExpertParallelSwitchGLU(nn.Module):
     def _with_one_wrong_index(self, flat: mx.array) -> mx.array:
         """The indices as uint32, with the number of the experts for all that are none; -1 would look like "none"."""
         if flat.itemsize > 4:
-            flat = mx.where((flat < 0) | (flat >= self.num_experts), self.num_experts, flat)
-        return mx.minimum(flat.astype(mx.uint32), self.num_experts)
+            flat = mx.where((flat < 0) | (flat >= self.placement.num_experts), self.placement.num_experts, flat)
+        return mx.minimum(flat.astype(mx.uint32), self.placement.num_experts)
 
     def _with_host(
         self, x: Any, indices: Any, scores: Any, selected: np.ndarray | None, problem: str | None
@@ -310,7 +307,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         if not problem and selected is not None:
             kept = selected.reshape(-1, selected.shape[-1])
             if self.capacity_factor is not None:
-                kept = np.array(limit(mx.array(kept), self.num_experts, self.capacity_factor))
+                kept = np.array(limit(mx.array(kept), self.placement.num_experts, self.capacity_factor))
             kept = kept.astype(np.int64)
         may_dispatch = sharded and self.mode in ("auto", "dispatch")
         sent = outgoing(kept, self.placement) if may_dispatch else None
@@ -346,7 +343,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         flat = self._with_one_wrong_index(flat)
         self.dropped = 0
         if self.capacity_factor is not None:
-            flat = limit(flat.astype(mx.int64), self.num_experts, self.capacity_factor)
+            flat = limit(flat.astype(mx.int64), self.placement.num_experts, self.capacity_factor)
             self.dropped = None
         elif self.tokens == "sharded":
             flat = flat.astype(mx.int64)  # rows that are added for the exchange have no expert, -1
@@ -422,6 +419,11 @@ class ExpertParallelSwitchGLU(nn.Module):
         if scores is not None and (not isinstance(scores, mx.array) or scores.shape != indices.shape):
             return f"{_NAME}: scores must have the shape of indices, {indices.shape}, not {np.shape(scores)}"
         return None if selected is None else wrong_index(f"{_NAME}: indices", self.placement, selected)
+
+
+def set_path(layer: ExpertParallelSwitchGLU, path: str) -> None:
+    """Says where in the model ``layer`` is, for errors of ranks that disagree."""
+    layer._path = path
 
 
 def _describe(switch: nn.Module, sharding: Sharding, policy: Policy) -> str:

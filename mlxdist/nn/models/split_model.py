@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.opaque import Opaque, create
 from mlxdist.nn.models.plan import shard_model
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
@@ -30,7 +31,7 @@ NAME = "SplitModel.from_model"
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative difference of logits
 
 
-class SplitModel(InPlaceOf):
+class SplitModel(InPlaceOf, metaclass=Opaque):
     """A model made by :meth:`from_model`. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like mlx-lm's own model.
 
     Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them. Ranks
@@ -43,6 +44,7 @@ class SplitModel(InPlaceOf):
     """
 
     original = "model"
+    _made_by = NAME
 
     def __init__(self, model: nn.Module, why_not_blocks: str | None) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class SplitModel(InPlaceOf):
             compare_inputs(model, group)
         else:
             _shard_own_layers(model, group, rank_shares, submit)
-        split = cls(model, reason)
+        split = create(cls, model, reason)
         if check:
             found = logits_at(split, numbers)
             with agreed(NAME, group):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxdist.base.opaque import Opaque, create
 from mlxdist.runtime.group.group import Group
 
 from .layers import Boundary, Layers
@@ -22,7 +23,7 @@ from .transfer import Transfer
 __all__ = ["Stage", "calls_of", "make_stage", "parameters_of", "stage_of"]
 
 
-class Stage:
+class Stage(metaclass=Opaque):
     """This rank's part of a pipeline; made by :func:`pipeline_parallel`.
 
     Attributes:
@@ -31,6 +32,8 @@ class Stage:
         stage_plan: which layers each has.
         chunks: the layers of this rank, a range for each of its virtual stages.
     """
+
+    _made_by = "mlxdist.nn.pipeline_parallel"
 
     def __init__(self, stage_plan: StagePlan, group: Group, calls: StageCalls, parameters: StageParameters) -> None:
         self.group, self.stage_plan = group, stage_plan
@@ -99,7 +102,7 @@ class Stage:
 def make_stage(model: nn.Module, layers: Layers, stage_plan: StagePlan, group: Group) -> Stage:
     """The stage of this rank. Collective: it makes the groups of its messages and of parameters that stages share."""
     calls = StageCalls(model, layers, stage_plan, group)
-    return Stage(stage_plan, group, calls, StageParameters(layers, stage_plan, group))
+    return create(Stage, stage_plan, group, calls, StageParameters(layers, stage_plan, group))
 
 
 def stage_of(model: Any) -> Stage | None:

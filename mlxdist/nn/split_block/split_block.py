@@ -26,6 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.opaque import Opaque, create
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 from mlxdist.runtime.operations.collectives import all_sum
@@ -65,7 +66,7 @@ class Positions(NamedTuple):
     window: int  # how much of the cache attention reads
 
 
-class SplitBlock(nn.Module):
+class SplitBlock(nn.Module, metaclass=Opaque):
     """A block made by :meth:`from_layer`. Called like the decoder layer it stands for: ``block(x, mask, cache)``.
 
     Parameters are this rank's shards: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
@@ -74,6 +75,8 @@ class SplitBlock(nn.Module):
     Attributes:
         submit: whether each segment is handed to MLX at once; may be set.
     """
+
+    _made_by = NAME
 
     def __init__(
         self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: Group | None, submit: bool
@@ -130,7 +133,7 @@ class SplitBlock(nn.Module):
             rope, dim = layer.self_attn.rope, shape.head_dim
             table = next((table for table in tables if table.stands_for(rope, dim)), None) or RotaryTable(rope, dim)
             shape = shape._replace(rotated=table.dims, traditional=table.traditional)
-            block = cls(shape, parameters, table, group, not on_cpu if submit is None else submit)
+            block = create(cls, shape, parameters, table, group, not on_cpu if submit is None else submit)
             for name, value in settings(layer).items():
                 setattr(block, name, value)
             if check:
@@ -239,7 +242,7 @@ def reserve(block: SplitBlock, cache: Any, h: mx.array, window: int = 0) -> tupl
 
 def without_sums(block: SplitBlock) -> SplitBlock:
     """A block with every all_sum left out, to measure what they cost: its result is not the layer's."""
-    return SplitBlock(block._shape, dict(block), block._table, None, block.submit)
+    return create(SplitBlock, block._shape, dict(block), block._table, None, block.submit)
 
 
 def table_of(block: SplitBlock) -> RotaryTable:

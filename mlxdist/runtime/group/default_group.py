@@ -7,6 +7,7 @@ import threading
 from mlxdist.base import errors
 from mlxdist.base.batch_systems import reject_launchers
 from mlxdist.base.environment import Environment
+from mlxdist.base.opaque import create
 
 from ..diagnostics import flight_recorder
 from ..native import bridge
@@ -104,7 +105,7 @@ def _create(strict: bool) -> Group:
                 "`mlxdist launch -n 2 -- python ...`"
             )
     world = World(environment, socket.gethostname())
-    group = Group(EngineGroup(world, world.connection))
+    group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     at_exit.register(world)
     return group

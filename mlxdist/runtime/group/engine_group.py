@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base import errors
+from mlxdist.base.opaque import create
 
 from ..diagnostics import flight_recorder
 from ..label import next_label
@@ -98,11 +99,11 @@ class EngineGroup:
             self.require_open()
             native = self.native
             if native is None:
-                return Handle(None, pending, result)
+                return create(Handle, None, pending, result)
             pending.running.add(operation)
             if status := function(native, *arguments, operation.call):
                 raise self._error(status)
-            return Handle(operation, pending, result)
+            return create(Handle, operation, pending, result)
         finally:
             if operation.call.handle == ffi.NULL:  # it has not started
                 pending.running.discard(operation)

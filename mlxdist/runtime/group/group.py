@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlxdist.base import errors
 from mlxdist.base.environment import ALGORITHMS
+from mlxdist.base.opaque import Opaque, create
 
 from ..label import label_of
 from ..native import bridge, ffi, layout, lib
@@ -34,12 +35,14 @@ class GroupLike:
         raise NotImplementedError
 
 
-class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in one group
+class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copies communicate in one group
     """Ranks that communicate with each other. Made by :func:`init`, and by :meth:`split` of a larger one.
 
     Use it with mlxdist's own operations, or hand ``group.mlx`` to anything that takes an ``mx.distributed.Group``:
     ``mx.distributed``, ``mlx.nn`` and mlx-lm then run on mlxdist's transport.
     """
+
+    _made_by = "mlxdist.init and Group.split"
 
     def __init__(self, engine: EngineGroup) -> None:
         self._engine = engine
@@ -181,7 +184,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
         engine = self._engine.split(color, key, label)
         if engine is None:
             return None
-        group = Group(engine)
+        group = create(Group, engine)
         if self._timeout is not None:
             group.timeout = self._timeout
         return group
@@ -201,7 +204,7 @@ class Group(ProcessBound, GroupLike):  # a layer and its copies communicate in o
             ResourceError: the device can register no more.
         """
         self._engine.require_open()
-        registration = Registration(buffer, self._engine.native)
+        registration = create(Registration, buffer, self._engine.native)
         self._engine.world.registrations.add(registration)
         return registration
 

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from mlxdist.base import errors
+from mlxdist.base.opaque import Opaque
 
 from ..diagnostics import flight_recorder
 from ..native import ffi, last_error, lib
@@ -15,7 +16,7 @@ from .process_bound import ProcessBound
 __all__ = ["Handle", "Operation", "Pending"]
 
 
-class Handle(ProcessBound):
+class Handle(ProcessBound, metaclass=Opaque):
     """An operation that has been started. Made by the operations of mlxdist with ``async_op=True``.
 
     The operation goes on without a waiting thread, and keeps its arrays until it has ended, also when the
@@ -24,8 +25,10 @@ class Handle(ProcessBound):
     handle.
     """
 
+    _made_by = "operations with async_op=True"
+
     def __init__(self, operation: "Operation | None", pending: "Pending", result: Any) -> None:
-        # For mlxdist's own modules. `operation` is None where there was nothing to do: in a group of one.
+        # `operation` is None where there was nothing to do: in a group of one.
         self._operation = operation
         self._pending = pending
         self._result = result

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base import errors
+from mlxdist.base.opaque import Opaque
 
 from ..native import check, ffi, lib
 from .process_bound import ProcessBound
@@ -15,7 +16,7 @@ from .process_bound import ProcessBound
 __all__ = ["Registration"]
 
 
-class Registration(ProcessBound):
+class Registration(ProcessBound, metaclass=Opaque):
     """A buffer that stays where it is, so that large messages may leave from it without a copy. Made by
     :meth:`mlxdist.Group.register`.
 
@@ -23,8 +24,9 @@ class Registration(ProcessBound):
     dropped, or when the group is finalized.
     """
 
-    def __init__(self, buffer: Any, native: Any) -> None:
-        # For mlxdist's own modules. `native` is the engine's group, None in a group of one.
+    _made_by = "Group.register"
+
+    def __init__(self, buffer: Any, native: Any) -> None:  # `native`: the engine's group, None in a group of one
         self._region = None  # first, for __del__
         memory = _memory(buffer)
         self.nbytes: int = len(memory)

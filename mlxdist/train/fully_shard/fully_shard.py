@@ -15,7 +15,7 @@ from mlxdist.nn.layout.modules import join_path
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.nn.rank_checks import agreed, described
 from mlxdist.runtime.group.group import Group, GroupLike
-from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.mesh import Mesh, group_without
 from mlxdist.runtime.operations.arguments import group_of
 
 from .flat_shards import FlatShards, Slot, slots_of
@@ -89,7 +89,7 @@ def fully_shard(
     else:
         group, replicas = group_of(group), None
     everyone = group if mesh is None else mesh.group
-    alike = group if mesh is None else mesh.without("pp")  # each stage has parameters of its own
+    alike = group if mesh is None else group_without(mesh, "pp")  # each stage has parameters of its own
     options = (compute_dtype, stage, reshard_after_forward, prefetch)
     parameters: dict[str, object] = {}
     # What is compared is as it is behind the block.

@@ -17,7 +17,7 @@ from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.equal_inputs import compare_inputs
-from mlxdist.nn.expert_parallel.switch_glu import ExpertParallelSwitchGLU
+from mlxdist.nn.expert_parallel.switch_glu import ExpertParallelSwitchGLU, set_path
 from mlxdist.nn.interception import become, with_result
 from mlxdist.nn.layout.modules import join_path, parameters
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
@@ -166,7 +166,7 @@ def _shard_block(block: Block, modules: dict[str, nn.Module], plan: Plan, group:
     if (role := block.roles.pop(block.path, None)) == "experts":
         shares = expert_shares(plan.rank_shares, plan.ep)
         experts = ExpertParallelSwitchGLU.from_switch(block.module, group=group, rank_shares=shares)
-        experts.path = block.path
+        set_path(experts, block.path)
         _replace(modules, block.path, experts)
         return
     for path, shard in block.shards.items():
