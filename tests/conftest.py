@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -80,6 +81,7 @@ IMPORTED = pytest.StashKey[frozenset[str]]()
 RESIDENT_TIMEOUT = 240  # seconds: the longest of their tests
 _resident: dict[int, ResidentRanks] = {}
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
+_WAITS = re.compile(r"[\d:.]+ mlxdist rank \d+ pid \d+ warn deadline: ")
 
 # No test judges by the clock of a busy machine.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -164,6 +166,20 @@ def run_ranks() -> Callable[..., list[str]]:
     ``timeout`` seconds. ``resident=False``: ranks of its own, for what breaks the group on purpose.
     """
     return _run_ranks
+
+
+@pytest.fixture
+def run_scenarios() -> Callable[..., None]:
+    """A function that runs scenarios of a script as `run_ranks` does. Each rank must print "passed", and nothing else.
+
+    Warnings that a rank waits for another do not count: on a busy machine there are some.
+    """
+
+    def run(script: str, ranks: int, *args: object, **options: Any) -> None:
+        for output in _run_ranks(script, ranks, *args, **options):
+            assert [line for line in output.splitlines() if not _WAITS.match(line)] == ["passed"], output
+
+    return run
 
 
 def _run_ranks(

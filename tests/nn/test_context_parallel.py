@@ -20,15 +20,15 @@ MODELS = ["qwen3", "llama", "qwen3_moe", "gpt_oss", "gemma3_text"]  # plain, a t
     ],
 )
 @pytest.mark.parametrize("scenario", ["training", "prefilling"])
-def test_ring(run_ranks, scenario, model, ranks):
-    equal(run_ranks, ranks, scenario, model, "ring")
+def test_ring(run_scenarios, scenario, model, ranks):
+    run_scenarios("context_parallel.py", ranks, scenario, model, "ring")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])  # tiny models have four heads
 @pytest.mark.parametrize("model", ["qwen3_moe", pytest.param("gpt_oss", marks=LONG)])
 @pytest.mark.parametrize("scenario", ["training", pytest.param("prefilling", marks=LONG)])
-def test_ulysses(run_ranks, scenario, model, ranks):
-    equal(run_ranks, ranks, scenario, model, "ulysses")
+def test_ulysses(run_scenarios, scenario, model, ranks):
+    run_scenarios("context_parallel.py", ranks, scenario, model, "ulysses")
 
 
 @pytest.mark.parametrize(
@@ -40,35 +40,35 @@ def test_ulysses(run_ranks, scenario, model, ranks):
         *(pytest.param(4, [method, axis], marks=LONG) for method in ("ring", "ulysses") for axis in ("dp", "fsdp")),
     ],
 )
-def test_ranks_without_targets(run_ranks, ranks, arguments):
+def test_ranks_without_targets(run_scenarios, ranks, arguments):
     """Of masked prompts and padding: their gradients are those of the other ranks' targets."""
-    equal(run_ranks, ranks, "masked", *arguments)
+    run_scenarios("context_parallel.py", ranks, "masked", *arguments)
 
 
 @LONG
-def test_prompts_of_a_model_whose_offset_is_an_array(run_ranks):
-    equal(run_ranks, 3, "prefilling", "gemma4", "ring")
+def test_prompts_of_a_model_whose_offset_is_an_array(run_scenarios):
+    run_scenarios("context_parallel.py", 3, "prefilling", "gemma4", "ring")
 
 
 @LONG
-def test_a_layer_that_is_computed_again_in_backward(run_ranks):
-    equal(run_ranks, 2, "training", "llama", "ring", "checkpointed")
+def test_a_layer_that_is_computed_again_in_backward(run_scenarios):
+    run_scenarios("context_parallel.py", 2, "training", "llama", "ring", "checkpointed")
 
 
 @LONG
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_with_tensor_parallel(run_ranks, order):
-    equal(run_ranks, 4, "with_tensor_parallel", order)
+def test_with_tensor_parallel(run_scenarios, order):
+    run_scenarios("context_parallel.py", 4, "with_tensor_parallel", order)
 
 
 @LONG
-def test_every_model_file_of_mlx_lm(run_ranks):
-    equal(run_ranks, 2, "every_model", timeout=400)
+def test_every_model_file_of_mlx_lm(run_scenarios):
+    run_scenarios("context_parallel.py", 2, "every_model", timeout=400)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
-def test_bad_input(run_ranks, ranks):
-    equal(run_ranks, ranks, "bad_input")
+def test_bad_input(run_scenarios, ranks):
+    run_scenarios("context_parallel.py", ranks, "bad_input")
 
 
 @LONG
@@ -77,8 +77,3 @@ def test_the_program_of_the_guide(run_ranks, tmp_path):
     program = program_of(Path(__file__).parents[2] / "docs" / "context-parallel.md", tmp_path)
     (alone,) = run_ranks(program, 1)
     assert len(alone.split()) == 4 and run_ranks(program, 2) == [alone] * 2
-
-
-def equal(run_ranks, ranks, *arguments, **options):
-    outputs = run_ranks("context_parallel.py", ranks, *arguments, **options)
-    assert all(output.endswith("equal\n") for output in outputs), outputs

@@ -15,7 +15,6 @@ def test_many_gradients(run_ranks, ranks, cases):
     assert all("right" in output for output in run_ranks("expert_gradients.py", ranks, 1000, 1000 + cases, timeout=240))
 
 
-def test_training_and_inference(run_ranks):
+def test_training_and_inference(run_scenarios):
     """Checkpoints, 16 and 8 bits on the wire, idle ranks; and no operation of the stages without a gradient."""
-    outputs = run_ranks("expert_training.py", 2, "idle", "operations", "exchanged", "checkpointed")
-    assert all("right" in output for output in outputs)
+    run_scenarios("expert_training.py", 2, "idle", "operations", "exchanged", "checkpointed")

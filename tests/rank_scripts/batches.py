@@ -1,7 +1,6 @@
 """One rank of test_batches_on_ranks.py: `check` is the name of a function below."""
 
 import random
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,13 +10,12 @@ import pytest
 from mlx import optimizers
 from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import default_loss
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import train
 from mlxdist.train.seeds import mix
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 DATASET = [[i + 1] * (i % 5 + 1) for i in range(30)]
 
 
@@ -166,7 +164,4 @@ def refused(directory: str) -> None:
     mlxdist.barrier()
 
 
-if __name__ == "__main__":
-    check, *arguments = sys.argv[1:]
-    globals()[check](*arguments)
-    print(f"{check} done")
+run_scenario(globals())

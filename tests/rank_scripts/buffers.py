@@ -1,4 +1,4 @@
-"""One rank of test_buffers.py. Argument: the scenario. Prints "exact" at the end."""
+"""One rank of test_buffers.py. Argument: the scenario."""
 
 import array
 import ctypes
@@ -8,14 +8,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from scenarios import rank, run_scenario, size
 
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 after, before = (rank + 1) % size, (rank - 1) % size
 root = size - 1
 
@@ -178,6 +177,4 @@ def scalar(x: np.ndarray | mx.array) -> np.ndarray | mx.array:
     return x[:1, :1].reshape(())
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    print("exact")
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_context_parallel.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
+"""One rank of test_context_parallel.py. Arguments: the scenario and its arguments.
 
 Every rank has the model of one process, too, which gets the full sequence.
 """
@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import train
@@ -24,8 +25,6 @@ from mlxdist.train.trainer import masked_loss
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 TOLERANCE = 1e-5
 
 
@@ -239,5 +238,4 @@ def bad_input() -> None:
     assert mx.array_equal(other(tokens(1, 3)), tiny_models.build("qwen3")(tokens(1, 3)))  # of the same file
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
-print("equal")
+run_scenario(globals())

@@ -1,13 +1,13 @@
-"""One rank of test_counters.py: what the operations cost, by the group's counters. Argument: what to check.
+"""One rank of test_counters.py: what the operations cost, by the group's counters. Argument: the scenario.
 
 MLXDIST_ALGO says which algorithm. Sizes divide by the number of ranks, so that what is said of each rank is exact.
 """
 
 import os
-import sys
 from collections.abc import Callable
 
 import numpy as np
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 
@@ -15,8 +15,6 @@ HEADER, DESCRIPTOR = 64, 64  # of every message; of the first one of every strea
 EAGER_BYTES, BULK_BYTES = 4096, 128 << 10
 
 algorithm = os.environ.get("MLXDIST_ALGO", "auto")
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 root = size - 1
 levels = size.bit_length() - 1  # log2, rounded down
 paired = 2 * (size - (1 << levels))  # recursive doubling: N ranks join in pairs first
@@ -118,7 +116,6 @@ def payload() -> None:
             sent_by_all, received_by_all = mlxdist.all_sum(sums)
             require(received_by_all, sent_by_all, f"payload that all receive in {name} of {whole} bytes")
             require(grown["collectives"], 1, f"number of operations in {name}")
-    print("as stated")
 
 
 def messages() -> None:
@@ -155,7 +152,6 @@ def messages() -> None:
     require(grown["data_messages"], pieces * (size - 1), "messages of a large all_to_all")
     header = (size - 1) * (pieces * HEADER + DESCRIPTOR) + grown["control_messages_sent"] * HEADER
     require(grown["header_bytes_sent"], header, "header bytes of a large all_to_all")
-    print("as stated")
 
 
 def no_control_messages() -> None:
@@ -171,7 +167,6 @@ def no_control_messages() -> None:
             require(grown["bytes_copied"], 300 * x.nbytes, f"bytes that 300 all_sum of {nbytes} bytes copy")
             turns.append(grown["control_messages_sent"] + grown["retransmissions"])
         assert min(turns) == 0, f"rank {rank}: acknowledgements without a ride, or repetitions: {turns}"
-    print("as stated")
 
 
 def copies() -> None:
@@ -183,7 +178,6 @@ def copies() -> None:
     require(grown["bytes_copied"], (size - 1) * x.nbytes // size, "copies of reduce_scatter")
     grown = cost(lambda: mlxdist.all_gather(x))
     require(grown["bytes_copied"], (2 * (size - 1) + 1) * x.nbytes, "copies of all_gather, with the own part")
-    print("as stated")
 
 
-globals()[sys.argv[1]]()
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_cuts.py. Arguments: the scenario and its arguments. Prints "equal" at the end."""
+"""One rank of test_cuts.py. Arguments: the scenario and its arguments."""
 
 import sys
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from scenarios import group, run_scenario
 
 import mlxdist
 from mlxdist.nn import (
@@ -28,7 +29,6 @@ from mlxdist.nn.models.plan import plan_shards, shard_model
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
 QUANTIZED = tiny_models.SIZES | {
     "hidden_size": 384, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 32, "intermediate_size": 384,
 }  # fmt: skip
@@ -204,6 +204,4 @@ def grid() -> None:
     equal(("mixtral", {"tp": 2, "ep": 2}), ("qwen2_moe", {"tp": 2, "ep": 2}))
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    print("equal")
+run_scenario(globals())

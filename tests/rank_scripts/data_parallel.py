@@ -10,14 +10,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 Pair = namedtuple("Pair", "weight bias")
 HEADER = 64  # bytes
 
@@ -213,7 +212,7 @@ def no_more_messages() -> None:
         assert plain[0] == size - 1
 
 
-def other_trees() -> None:
+def other_trees(difference: str) -> None:
     """Of equal sizes: averaged with each other until now. Once it is an error, it is that for good."""
     beside = {"beside": mx.ones((4,))}
     mine = {
@@ -221,7 +220,7 @@ def other_trees() -> None:
         "shapes": [beside | {"w": mx.ones((2, 3))}, beside | {"w": mx.ones((3, 2))}],
         "many_dimensions": [{"w": mx.ones((1,) * 6 + (2, 3))}, {"w": mx.ones((1,) * 6 + (3, 2))}],
         "empty": [beside | {"w": mx.ones((0, 3), mx.float16)}, beside | {"w": mx.ones((0, 3))}],
-    }[sys.argv[2]][min(rank, 1)]
+    }[difference][min(rank, 1)]
     for _ in range(2):
         with pytest.raises(mlxdist.Mismatch, match="packed from trees that differ in paths, shapes or dtypes"):
             mx.eval(mlxdist.average_gradients(mine))
@@ -233,6 +232,4 @@ def unchanged() -> None:
         assert mlxdist.average_gradients(grads) is grads
 
 
-check = sys.argv[1]
-globals()[check]()
-print(check, "done")
+run_scenario(globals())

@@ -1,14 +1,14 @@
-"""One rank of the grids of tests/nn/test_expert_parallel.py. Arguments: scenarios. Prints "right" at the end."""
+"""One rank of the grids of tests/nn/test_expert_parallel.py. Arguments: scenarios."""
 
 import itertools
-import sys
 from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
-from expert_parallel import MODES, glu_with_bias, group, mlp, near, normal, rank, size
+from expert_parallel import MODES, glu_with_bias, mlp, near, normal
 from mlx import nn
 from mlx.utils import tree_flatten
+from scenarios import group, rank, run_scenarios, size
 
 from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
 
@@ -97,7 +97,4 @@ def grid_gradients(
         near(gradient, whole, (*what, path))
 
 
-if __name__ == "__main__":
-    for scenario in sys.argv[1:]:
-        globals()[scenario]()
-    print("right")
+run_scenarios(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_expert_parallel.py. Arguments: scenarios. Prints "right" at the end.
+"""One rank of test_expert_parallel.py. Arguments: scenarios.
 
 Every rank makes the tokens and all experts of all ranks from the same seed, and computes the dense layer by itself.
 """
@@ -20,12 +20,11 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference_moe as reference
+from scenarios import group, rank, run_scenarios, size
 
 import mlxdist
 from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU, Placement, combine, dispatch
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 HIDDEN, INNER = 32, 24
 MODES = ("replicated", "gather", "dispatch")
 # Of the largest number of the result. 16 bits have 11 (float16) and 8 (bfloat16) bits of mantissa, and tokens are
@@ -531,7 +530,4 @@ def same_text(text: str) -> bool:
     return bool((mlxdist.all_max(codes, group=group) == mlxdist.all_min(codes, group=group)).all())
 
 
-if __name__ == "__main__":
-    for scenario in sys.argv[1:]:
-        globals()[scenario]()
-    print("right")
+run_scenarios(globals())

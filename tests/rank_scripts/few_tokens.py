@@ -1,15 +1,15 @@
-"""One rank of test_expert_parallel.py, calls with few tokens. Arguments: scenarios. Prints "right" at the end."""
+"""One rank of test_expert_parallel.py, calls with few tokens. Arguments: scenarios."""
 
 import itertools
-import sys
 import weakref
 
 import mlx.core as mx
 import numpy as np
-from expert_parallel import HIDDEN, INNER, glu_with_bias, group, near, normal, rank, refused, same_text, size, switch_of
+from expert_parallel import HIDDEN, INNER, glu_with_bias, near, normal, refused, same_text, switch_of
 from mlx.utils import tree_map
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
+from scenarios import group, rank, run_scenarios, size
 
 import mlxdist
 from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
@@ -126,7 +126,4 @@ def products() -> None:
             assert np.allclose(got[t, j], want, atol=1e-5)
 
 
-if __name__ == "__main__":
-    for scenario in sys.argv[1:]:
-        globals()[scenario]()
-    print("right")
+run_scenarios(globals())

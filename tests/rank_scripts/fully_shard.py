@@ -10,6 +10,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist.nn.models.cuts import cuts
@@ -18,9 +19,6 @@ from mlxdist.train.fully_shard.unit import UnitChannel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from reference_zero import Zero
-
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 
 
 class Block(nn.Module):
@@ -574,11 +572,11 @@ class Wide(nn.Module):
         return x
 
 
-def memory() -> None:
+def memory(number_of_layers: str) -> None:
     """(parameters + gradients + optimizer) / ranks, and two units: what MLX may use is limited to it.
 
     Without a limit MLX allocates ahead of what it computes, as much as it has."""
-    layers = int(sys.argv[2])
+    layers = int(number_of_layers)
     shapes = [array for _, array in tree_flatten(Wide(layers=layers).parameters())]
     nbytes = sum(array.nbytes for array in shapes)
     unit = nbytes // layers
@@ -608,6 +606,4 @@ def memory() -> None:
     assert made < nbytes / size + 4 * unit
 
 
-check = sys.argv[1]
-globals()[check]()
-print(check, "done")
+run_scenario(globals())

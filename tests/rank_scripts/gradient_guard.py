@@ -1,6 +1,5 @@
-"""One rank of test_gradient_guard.py. Argument: the scenario. Prints "done" at its end."""
+"""One rank of test_gradient_guard.py. Argument: the scenario."""
 
-import sys
 from typing import Any
 
 import mlx.core as mx
@@ -8,13 +7,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist.nn import ColumnParallelLinear
 from mlxdist.train import GradientGuard, average_gradients, clip_grad_norm, fully_shard
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 last = size - 1
 NAN, INF = float("nan"), float("inf")
 
@@ -203,5 +201,4 @@ def wrong() -> None:
         rejected(lambda: GradientGuard(max_skips=3 + rank), "disagree")
 
 
-globals()[sys.argv[1]]()
-print("done")
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_gradient_order.py. Arguments: the scenario and its arguments. Prints "close" at the end."""
+"""One rank of test_gradient_order.py. Arguments: the scenario and its arguments."""
 
 import random
 import re
@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from training import TOKENS, differences, fields_of, group, loss
+from scenarios import group, run_scenario
+from training import TOKENS, differences, fields_of, loss
 
 import mlxdist
 import mlxdist.nn
@@ -148,6 +149,4 @@ def digest(arrays: Any) -> int:
     return int.from_bytes(blake2b(graph.encode(), digest_size=7).digest(), "little")
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    print("close")
+run_scenario(globals())

@@ -1,20 +1,18 @@
-"""One rank of test_gradients.py. Argument: the scenario. Prints "close" at the end.
+"""One rank of test_gradients.py. Argument: the scenario.
 
 Every rank makes the inputs of all ranks, so that it can compute by itself what all of them together compute.
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import nn
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 after, before = (rank + 1) % size, (rank - 1) % size
 COUNTS = [[(2 * i + j) % 4 for j in range(size)] for i in range(size)]  # rows from i to j; some are 0
 root = size - 1
@@ -348,6 +346,4 @@ def sequence_parallel() -> None:
         )
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    print("close")
+run_scenario(globals())

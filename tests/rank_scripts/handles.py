@@ -1,4 +1,4 @@
-"""One rank of test_handles.py. Argument: the scenario. Prints "as expected" at the end."""
+"""One rank of test_handles.py. Argument: the scenario."""
 
 import gc
 import sys
@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import late, wait_for
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 after, before = (rank + 1) % size, (rank - 1) % size
 total = sum(range(1, size + 1))
 LARGE = 4_000_000  # float32: more than all slots hold
@@ -289,6 +288,4 @@ def finalize_gives_up() -> None:
         assert handle.done() and handle.exception() is not None
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    print("as expected")
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_kv.py. Arguments: the scenario and its arguments. Prints "right" at the end.
+"""One rank of test_kv.py. Arguments: the scenario and its arguments.
 
 Every rank has the model. Rank 0 computes the prompt, the others go on with its cache.
 """
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import kv
@@ -25,8 +26,6 @@ from mlxdist.nn.rank_checks import texts
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 PROMPT = mx.array([[index % 90 for index in range(37)]])
 MADE = {
     "quantized": lambda model: [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers],
@@ -356,5 +355,4 @@ def lost():
         kv.recv(0, model=tiny_models.build("qwen3"))
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
-print("right")
+run_scenario(globals())

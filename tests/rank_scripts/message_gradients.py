@@ -1,18 +1,16 @@
-"""One rank of test_message_gradients.py. Arguments: the scenario; "compiled". Prints "right" at the end.
+"""One rank of test_message_gradients.py. Arguments: the scenario; "compiled".
 
 A chain of layers, one on each rank. Every rank has all weights, so that it can compute by itself what the chain does.
 """
 
-import sys
 from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 WIDTHS = [5, 3, 7, 4, 6][: size + 1]
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
@@ -60,7 +58,7 @@ def messages(function: Callable[[], object]) -> int:
     return group.stats()["point_to_point"] - before
 
 
-def chain() -> None:
+def chain(kind: str = "") -> None:
     """Each form with the number of messages to or from a neighbor: one there, one back, one again for a checkpoint."""
     neighbors = (rank > 0) + (rank < size - 1)
     forms = {"plain": (mx.value_and_grad(part), 2), "checkpointed": (mx.value_and_grad(mx.checkpoint(part)), 3)}
@@ -69,7 +67,7 @@ def chain() -> None:
         "of a compiled function": (mx.value_and_grad(mx.compile(part)), 2),
         "compiled and checkpointed": (mx.compile(mx.value_and_grad(mx.checkpoint(part))), 3),
     }
-    if "compiled" in sys.argv:
+    if kind == "compiled":
         forms = compiled_forms
     for dtype, tolerance in TOLERANCE.items():
         weights, x = arrays(dtype)
@@ -148,6 +146,4 @@ def rejected() -> None:
         raise AssertionError("no error for another shape")
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    print("right")
+run_scenario(globals())

@@ -1,19 +1,16 @@
-"""One rank of test_mixed_precision.py. Argument: the scenario. Prints "equal" at the end."""
-
-import sys
+"""One rank of test_mixed_precision.py. Argument: the scenario."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import MixedPrecision, fully_shard, value_and_grad
 
-group = mlxdist.init()
-rank, ranks = group.rank(), group.size()
 WIDTH = 12
 
 
@@ -31,7 +28,7 @@ def overflow() -> None:
     """A gradient that is not finite on one rank: no rank makes the step, and all lower the scale, which is one."""
     with pytest.raises(mlxdist.Mismatch, match="disagree about the loss_scale: 1.0 on rank 0, 2.0 on rank 1"):
         make(loss_scale=2.0 if rank == 1 else 1.0)
-    for bad in range(ranks):
+    for bad in range(size):
         model, optimizer = make(loss_scale="dynamic")
         optimizer.init(model)
         before, scale = dict(tree_flatten(model.parameters())), optimizer.loss_scale.item()
@@ -80,5 +77,4 @@ def sharded() -> None:
         assert mx.allclose(array, expected, 1e-2, 1e-3), path
 
 
-globals()[sys.argv[1]]()
-print("equal")
+run_scenario(globals())

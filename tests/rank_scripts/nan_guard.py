@@ -6,6 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 import mlxdist.nn
@@ -14,8 +15,6 @@ from mlxdist.debug import NanGuard
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 LAST = size - 1
 
 
@@ -83,5 +82,4 @@ def disagree() -> None:
         assert caught.value.rank == LAST
 
 
-globals()[sys.argv[1]]()
-print(f"{sys.argv[1]} done")
+run_scenario(globals())

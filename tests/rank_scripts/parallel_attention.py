@@ -1,9 +1,8 @@
-"""One rank of test_parallel_attention.py. Arguments: the names of the functions below to call; prints "right".
+"""One rank of test_parallel_attention.py. Arguments: scenarios.
 
 Every rank makes the full layer from the same seed, and its reference: the plain formula, on this process alone.
 """
 
-import sys
 from functools import partial
 from typing import NamedTuple
 
@@ -12,13 +11,11 @@ import mlx.core as mx
 from comparing import equal, refused
 from mlx import nn
 from mlx.utils import tree_flatten
+from scenarios import group, rank, run_scenarios, size
 
-import mlxdist
 from mlxdist.nn.tensor_parallel.lora import LoRALinear
 from mlxdist.nn.tensor_parallel.parallel_attention import ParallelAttention
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 close = partial(comparing.close, rtol=1e-4)
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
@@ -325,7 +322,4 @@ def mlx_lm() -> None:
                 equal(back[path], parameter, f"{path} of {args.model_type} back again")
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
-    print("right")
+run_scenarios(globals())

@@ -1,6 +1,5 @@
-"""One rank of test_parallel_mlp.py. Arguments: the names of the functions below to call; prints "right"."""
+"""One rank of test_parallel_mlp.py. Arguments: scenarios."""
 
-import sys
 from functools import partial
 from itertools import product
 
@@ -9,13 +8,11 @@ import mlx.core as mx
 from comparing import equal, refused
 from mlx import nn
 from mlx.utils import tree_flatten
+from scenarios import group, rank, run_scenarios, size
 
-import mlxdist
 from mlxdist.nn.layout.partition import shard_slice
 from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 close = partial(comparing.close, rtol=1e-4)
 # A compiled kernel of MLX's CUDA backend (0.32.4) ends the process where an array has no elements.
 EMPTY = [] if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available() else [(0, 6)]
@@ -169,7 +166,4 @@ def bad_input() -> None:
     close(layer(mx.ones((2, 64))), right(mx.ones((2, 64))), "the ranks are still in step")
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
-    print("right")
+run_scenarios(globals())

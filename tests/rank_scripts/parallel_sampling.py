@@ -1,15 +1,15 @@
-"""One rank of test_parallel_sampling.py. Arguments: the names of the functions below to call; prints "right".
+"""One rank of test_parallel_sampling.py. Arguments: scenarios.
 
 Every rank makes all logits from the same seed, gives its own shard to mlxdist, and computes by itself what comes out.
 """
 
-import sys
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 from comparing import close, refused
 from mlx import nn
+from scenarios import group, rank, run_scenarios, size
 
 import mlxdist
 from mlxdist.nn.layout.partition import split_sizes, take
@@ -21,8 +21,6 @@ from mlxdist.nn.tensor_parallel.sampling import (
     vocab_parallel_log_probs,
 )
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
@@ -313,7 +311,4 @@ def bad_input() -> None:
     assert group.stats()["collectives"] == before
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
-    print("right")
+run_scenarios(globals())

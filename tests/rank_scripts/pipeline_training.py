@@ -1,4 +1,4 @@
-"""One rank of test_pipeline_training.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
+"""One rank of test_pipeline_training.py. Arguments: the scenario and its arguments.
 
 Every rank has the model of one process, too, and its gradients of the whole batch, or of the plain 1F1B
 (support/reference_1f1b.py).
@@ -19,6 +19,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist.nn import (
@@ -42,8 +43,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference_1f1b as reference
 import tiny_models
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 LAYERS = 9
 
 
@@ -550,6 +549,4 @@ def killed():
             mx.eval(step(model, *batch))
 
 
-name, *arguments = sys.argv[1:]
-globals()[name](*arguments)
-print("equal", flush=True)
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_registration.py: memory that is registered, and that is not any more. Argument: what to check."""
+"""One rank of test_registration.py: memory that is registered, and that is not any more. Argument: the scenario."""
 
 import ctypes
 import gc
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import late, seconds_of
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 other = 1 - rank  # the tests run on two ranks
 MIB = 1 << 20
 
@@ -60,7 +59,6 @@ def zero_copy() -> None:
         assert np.array_equal(x, values(x.size, 0) + values(x.size, 1))
     assert group.stats()["registered_bytes"] == 0
     assert mlxdist.sendrecv(x, other, other, out=out) is out and np.array_equal(out, x)
-    print("as stated")
 
 
 def small() -> None:
@@ -70,7 +68,6 @@ def small() -> None:
         counters = grown(lambda: mlxdist.all_sum(x))
         assert counters["memory_registrations"] == 0 and counters["registration_hits"] == 0
         assert counters["bytes_copied"] == x.nbytes
-    print("as stated")
 
 
 def remapped(registered: str) -> None:
@@ -107,7 +104,6 @@ def remapped(registered: str) -> None:
             libc.mmap(address, nbytes, mmap.PROT_READ, private | fixed, -1, 0)
         again = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, private | fixed, -1, 0)
         assert again == address
-    print("as stated")
 
 
 def released_while_in_use() -> None:
@@ -126,7 +122,6 @@ def released_while_in_use() -> None:
     else:
         late(0.5)
         assert np.array_equal(mlxdist.recv_like(x, 0), expected)
-    print("as stated")
 
 
 def several() -> None:
@@ -161,7 +156,6 @@ def several() -> None:
     kept = group.register(x)  # finalize() ends it
     group.finalize()
     kept.release()
-    print("as stated")
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
+run_scenario(globals())

@@ -1,19 +1,16 @@
-"""One rank of test_seeds.py: `check` is the name of a function below."""
+"""One rank of test_seeds.py. Argument: the scenario."""
 
 import json
 import random
-import sys
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from scenarios import group, run_scenario, size
 
 import mlxdist
 from mlxdist import train
 from mlxdist.train.seeds import mix
-
-group = mlxdist.init()
-size = group.size()
 
 
 def dropout(seeds: train.Seeds, step: int) -> str:
@@ -67,7 +64,4 @@ def seeds_on_meshes() -> None:
         assert sorted(same_on(dropout(train.Seeds(4, mesh=mlxdist.mesh(**sizes)), 2))) == sorted(everyone), sizes
 
 
-if __name__ == "__main__":
-    (check,) = sys.argv[1:]
-    globals()[check]()
-    print(f"{check} done")
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_shard_model.py. Arguments: the scenario and its arguments. Prints "close" at the end."""
+"""One rank of test_shard_model.py. Arguments: the scenario and its arguments."""
 
 import dataclasses
 import sys
@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from scenarios import group, run_scenario
 
 import mlxdist
 from mlxdist.nn.models.plan import Plan, plan_shards, shard_model
@@ -17,7 +18,6 @@ from mlxdist.nn.models.plan.shard_model import ShardedRMSNorm
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
 PROMPT = [[5, 17, 3, 60, 21, 9, 44]]
 DECODED = [11, 80, 2]
 # Logits are of order 1; float32 sums over the ranks come in another order.
@@ -198,6 +198,4 @@ def padded(text: str) -> np.ndarray:
     return np.frombuffer(text.encode().ljust(1000)[:1000], np.uint8)[None].copy()
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    print("close")
+run_scenario(globals())

@@ -1,10 +1,9 @@
-"""One rank of test_split_block.py. Argument: the scenario. Prints "close" or "right" at the end.
+"""One rank of test_split_block.py. Argument: the scenario.
 
 Every rank makes the whole dense layer from the same seed, and compares its results with that.
 """
 
 import math
-import sys
 from functools import partial
 
 import mlx.core as mx
@@ -13,14 +12,13 @@ import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models import granite, llama, qwen3
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, trim_prompt_cache
+from scenarios import group, rank, run_scenarios, size
 
 import mlxdist
 from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.split_block.split_block import WINDOW, SplitBlock, table_of
 from mlxdist.nn.split_block.submissions import submissions
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 # Of the largest element of a result: sums of a hundred products, added up in another order.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
 
@@ -316,7 +314,4 @@ class Gelu(nn.Module):
         return self.down_proj(nn.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
-if __name__ == "__main__":
-    for scenario in sys.argv[1:]:
-        globals()[scenario]()
-    print("close")
+run_scenarios(globals())

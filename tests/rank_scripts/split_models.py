@@ -1,4 +1,4 @@
-"""One rank of test_split_models.py. Arguments: the scenario and its arguments. Prints "close" at the end.
+"""One rank of test_split_models.py. Arguments: the scenario and its arguments.
 
 Every rank computes with the full model too, in one process, and compares.
 """
@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from scenarios import group, run_scenario
 
 import mlxdist
 from mlxdist.nn import SplitModel, submissions
@@ -33,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
 mx.set_default_device(mx.cpu)
-group = mlxdist.init()
 # Logits are of order 1; float32 sums over the ranks come in another order.
 TOLERANCE = 2e-4
 QUANTIZED = 1e-2  # a difference in the last bit can be a step of 8 bits
@@ -153,7 +153,6 @@ def matrix(least: str, *names: str) -> None:
         faults += compare(name, [kind for kind in kinds if name not in NOT_BATCHED or not kind.startswith("batched")])
         if "quantized" in selected and name not in NOT_LARGER:
             faults += compare(name, ["quantized"], **LARGER)
-    print(f"compared {dict(compared)}")
     assert compared["own"] == len(names), compared
     assert all(compared[kind] >= int(least) for kind in KINDS), compared
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults)
@@ -272,6 +271,4 @@ def submitted() -> None:
         assert not (fault := different(logits(split, "own"), wanted, TOLERANCE)), (name, fault)
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    print("close")
+run_scenario(globals())

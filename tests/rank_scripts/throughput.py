@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import train
@@ -12,8 +13,6 @@ from mlxdist import train
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import late
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 FLOPS = train.FlopsPerToken(2e6, 4e6)
 
 
@@ -82,14 +81,13 @@ def refused() -> None:
         train.Throughput(recompute=2 if rank == size - 1 else 0)
 
 
-def peak() -> None:
+def peak(tflops: str) -> None:
     """That of the tuning file that the test has written, on all ranks."""
     throughput = train.Throughput(FLOPS)
-    assert throughput.peak_tflops == (None if sys.argv[2] == "None" else float(sys.argv[2]))
+    assert throughput.peak_tflops == (None if tflops == "None" else float(tflops))
     with throughput.step(tokens=5):
         pass
     assert ("mfu" in throughput.report()) == (throughput.peak_tflops is not None)
 
 
-globals()[sys.argv[1]]()
-print(f"{sys.argv[1]} done")
+run_scenario(globals())

@@ -1,4 +1,4 @@
-"""One rank of test_training.py. Arguments: the scenario and its arguments. Prints "close" at the end."""
+"""One rank of test_training.py. Arguments: the scenario and its arguments."""
 
 import gc
 import sys
@@ -18,6 +18,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from scenarios import group, run_scenario
 
 import mlxdist
 from mlxdist.nn.models.cuts import cuts
@@ -28,7 +29,6 @@ from mlxdist.nn.tensor_parallel.lora import ShardedLinear
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
 
-group = mlxdist.init()
 TOKENS = [[5, 17, 3, 60, 21, 9, 44, 11, 80], [2, 33, 71, 8, 50, 64, 1, 19, 27]]
 # Of the largest gradient of a parameter; float32 sums over the ranks come in another order.
 TOLERANCE = 5e-4
@@ -440,6 +440,4 @@ def counted(step: Callable[[], object]) -> int:
     return group.stats()["collectives"] - before
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    print("close")
+run_scenario(globals())

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from scenarios import group, rank, run_scenario, size
 
 import mlxdist
 from mlxdist import train
@@ -22,8 +23,6 @@ from mlxdist.runtime.group.group import engine_of
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from waiting import wait_for
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 VOCABULARY = 19
 
 
@@ -393,6 +392,4 @@ def refused() -> None:
         step(tokens)
 
 
-check = sys.argv[1]
-globals()[check]()
-print(check, "done")
+run_scenario(globals())

@@ -1,14 +1,13 @@
-"""One rank of test_vocab_parallel.py. Arguments: the names of the functions below to call; prints "right"."""
+"""One rank of test_vocab_parallel.py. Arguments: scenarios."""
 
-import sys
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 from comparing import close, equal, refused
 from mlx import nn
+from scenarios import group, rank, run_scenarios, size
 
-import mlxdist
 from mlxdist.nn.layout.partition import take
 from mlxdist.nn.tensor_parallel.sampling import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mlxdist.nn.tensor_parallel.vocab_parallel import (
@@ -18,8 +17,6 @@ from mlxdist.nn.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
 )
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
 CUTS = [None, [r + 1 for r in range(size)]]  # weights: as even as can be, and uneven
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
@@ -184,7 +181,4 @@ def bad_input() -> None:
     assert np.isfinite(np.array(layer(mx.array([0])))).all()  # the ranks are still in step
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
-    print("right")
+run_scenarios(globals())

@@ -22,18 +22,18 @@ SCENARIOS = [
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_handles(run_ranks, scenario, ranks):
-    assert all("as expected" in output for output in run_ranks("handles.py", ranks, scenario))
+def test_handles(run_scenarios, scenario, ranks):
+    run_scenarios("handles.py", ranks, scenario)
 
 
-def test_waiting_for_handles_of_overlapping_groups_in_opposite_order(run_ranks):
-    assert all("as expected" in output for output in run_ranks("handles.py", 4, "overlapping_groups"))
+def test_waiting_for_handles_of_overlapping_groups_in_opposite_order(run_scenarios):
+    run_scenarios("handles.py", 4, "overlapping_groups")
 
 
 @pytest.mark.parametrize("scenario", ["mismatch", "dropped_mismatch", "finalize_waits", "finalize_gives_up"])
 def test_failed_operations(run_ranks, scenario):
     for output in run_ranks("handles.py", 2, scenario, resident=False):
-        assert "as expected" in output
+        assert "passed" in output
         assert "Traceback" not in output
 
 

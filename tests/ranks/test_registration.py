@@ -6,30 +6,25 @@ import pytest
 import mlxdist
 
 
-def check(run_ranks, *arguments, **keywords):
-    outputs = run_ranks("registration.py", 2, *arguments, **keywords)
-    assert all("as stated" in output for output in outputs)
+def test_large_messages_are_not_copied_and_registered_once(run_scenarios):
+    run_scenarios("registration.py", 2, "zero_copy")
 
 
-def test_large_messages_are_not_copied_and_registered_once(run_ranks):
-    check(run_ranks, "zero_copy")
-
-
-def test_small_messages_need_no_registration(run_ranks):
-    check(run_ranks, "small")
+def test_small_messages_need_no_registration(run_scenarios):
+    run_scenarios("registration.py", 2, "small")
 
 
 @pytest.mark.parametrize("registered", ["registered", pytest.param("unregistered", marks=pytest.mark.long)])
-def test_memory_that_is_freed_and_mapped_again(run_ranks, registered):
-    check(run_ranks, "remapped", registered)
+def test_memory_that_is_freed_and_mapped_again(run_scenarios, registered):
+    run_scenarios("registration.py", 2, "remapped", registered)
 
 
-def test_release_waits_for_the_operation_that_uses_it(run_ranks):
-    check(run_ranks, "released_while_in_use")
+def test_release_waits_for_the_operation_that_uses_it(run_scenarios):
+    run_scenarios("registration.py", 2, "released_while_in_use")
 
 
-def test_several_regions(run_ranks):
-    check(run_ranks, "several")
+def test_several_regions(run_scenarios):
+    run_scenarios("registration.py", 2, "several")
 
 
 @pytest.mark.parametrize("buffer", [[1.0], 3, np.zeros((4, 4))[:, ::2], None], ids=["list", "int", "strided", "None"])

@@ -13,19 +13,19 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=long), pytest.param(2, marks=long), 3, pytest.param(4, marks=long)]
 )
-def test_parts_of_a_batch(run_ranks, ranks):
-    assert run_ranks("batches.py", ranks, "parts") == ["parts done\n"] * ranks
+def test_parts_of_a_batch(run_scenarios, ranks):
+    run_scenarios("batches.py", ranks, "parts")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2, pytest.param(3, marks=long)])
 def test_ten_steps_are_five_a_restart_and_five(run_ranks, tmp_path, ranks):
     outputs = run_ranks("batches.py", ranks, "training", tmp_path)
-    assert all(output.endswith("training done\n") for output in outputs)
+    assert all("passed\n" in output for output in outputs)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=long)])
-def test_meshes(run_ranks, ranks):
-    assert run_ranks("batches.py", ranks, "meshes") == ["meshes done\n"] * ranks
+def test_meshes(run_scenarios, ranks):
+    run_scenarios("batches.py", ranks, "meshes")
 
 
 @pytest.mark.parametrize("before, after", [(2, 3), (4, 2), (1, 4)])
@@ -40,7 +40,7 @@ def test_one_error_on_all_ranks(run_ranks, tmp_path, ranks):
     for name, lines in enumerate(['{"text": "a"}', '{"text": "a"}\n{', '{"text": "a"}', '{"text": "b"}']):
         (tmp_path / f"{name}.jsonl").write_text(lines)
     outputs = run_ranks("batches.py", ranks, "refused", tmp_path)
-    assert all(output.endswith("refused done\n") for output in outputs)
+    assert all("passed\n" in output for output in outputs)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2])

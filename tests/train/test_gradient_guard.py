@@ -12,16 +12,16 @@ _LONG = pytest.mark.long
     "check",
     ["finite", "named", *(pytest.param(name, marks=_LONG) for name in ("in_a_row", "stop", "norm", "loss", "wrong"))],
 )
-def test_one_decision(run_ranks, check, ranks):
-    assert run_ranks("gradient_guard.py", ranks, check) == ["done\n"] * ranks
+def test_one_decision(run_scenarios, check, ranks):
+    run_scenarios("gradient_guard.py", ranks, check)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
-def test_a_skipped_step_leaves_no_trace(run_ranks, ranks):
-    assert run_ranks("gradient_guard.py", ranks, "training") == ["done\n"] * ranks
+def test_a_skipped_step_leaves_no_trace(run_scenarios, ranks):
+    run_scenarios("gradient_guard.py", ranks, "training")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
 @pytest.mark.parametrize("shards", ["fully_sharded", "tensor_parallel"])
-def test_one_rank_has_the_shard_that_is_not_finite(run_ranks, shards, ranks):
-    assert run_ranks("gradient_guard.py", ranks, shards) == ["done\n"] * ranks
+def test_one_rank_has_the_shard_that_is_not_finite(run_scenarios, shards, ranks):
+    run_scenarios("gradient_guard.py", ranks, shards)
