@@ -97,7 +97,7 @@ class Aborted(Error):
 
 
 class PeerLost(Error):
-    """Another rank died, or left the group while this one still waited for it."""
+    """Another rank died, was silent on all paths, or left the group while this one still waited for it."""
 
 
 class TransportError(Error):

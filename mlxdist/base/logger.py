@@ -3,7 +3,7 @@
 The engine has its own writer (native/transport/debug.h), with the same levels, subsystems and format: the lines of both
 may go to the same file. A line looks like this:
 
-    12:34:56.789012 mlxdist rank 1 pid 4711 warn rendezvous: rank 0 has died or closed its connection
+    12:34:56.789012 mlxdist rank 1 pid 4711 warn rendezvous: rank 0 (a, pid 4242) is connected again, after 45 s
 """
 
 import contextlib

@@ -32,6 +32,11 @@ uint32_t meeting_until(const struct meeting *meeting) {
   return left > MEETING_OPERATIONS ? meeting_total(meeting) : meeting->until;
 }
 
+static void heard(struct peer *peer, uint64_t now) {
+  peer->meeting.heard_ns = now;
+  peer->signs_of_life++;
+}
+
 void meeting_heard(const struct operation *operation, uint64_t now) {
   /* None of these ends before all members have come to it, whichever the messages went by. */
   const uint32_t joint = 1u << MLXDIST_ALL_REDUCE | 1u << MLXDIST_ALL_GATHER | 1u << MLXDIST_REDUCE_SCATTER |
@@ -39,10 +44,10 @@ void meeting_heard(const struct operation *operation, uint64_t now) {
   const mlxdist_group *group = operation->group;
   if (joint >> operation->sends.operation & 1) {
     for (int32_t member = 0; member < group->size; member++)
-      if (group->peers[member].peer) group->peers[member].peer->meeting.heard_ns = now;
+      if (group->peers[member].peer) heard(group->peers[member].peer, now);
     return;
   }
-  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].group_peer->peer->meeting.heard_ns = now;
+  for (int i = 0; i < operation->in.count; i++) heard(operation->in.list[i].group_peer->peer, now);
 }
 
 void meeting_take_counts(struct meeting *meeting, const uint32_t *counts, uint32_t until) {

@@ -33,6 +33,9 @@ struct peer {
   struct meeting meeting;
   char status[160]; /* what the side channel has heard of it last */
 
+  /* Messages and acknowledgements that have arrived from it, and operations that did not end without it. */
+  uint64_t signs_of_life;
+
   bool failed; /* it has sent an abort: */
   uint16_t failed_group;
   bool failed_in_message; /* a collective otherwise */

@@ -10,6 +10,7 @@
 
 static int on_message(struct endpoint *endpoint, struct recv_desc *desc) {
   struct peer *peer = peer_of(endpoint);
+  peer->signs_of_life++;
   if (recv_header(desc)->kind == WIRE_ABORT) {
     abort_receive(peer, desc);
     return MLXDIST_OK;
@@ -19,6 +20,7 @@ static int on_message(struct endpoint *endpoint, struct recv_desc *desc) {
 
 static int on_ack(struct endpoint *endpoint, const struct wire_header *header) {
   struct peer *peer = peer_of(endpoint);
+  peer->signs_of_life++;
   if (header->flags & WIRE_CTS) matching_on_cts(peer, header);
   meeting_read(&peer->meeting, header);
   if (meeting_owes_response(&peer->meeting)) {

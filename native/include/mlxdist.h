@@ -317,6 +317,11 @@ int mlxdist_group_side_channel_receive(mlxdist_group* group, int32_t from, const
 /* What the side channel has heard of a rank, in words for notices and errors: "in all_gather #412 for 12.3 s". */
 void mlxdist_group_set_peer_status(mlxdist_group* group, int32_t rank, const char* text);
 
+/* How many signs of life of a rank the data path has brought so far: messages and acknowledgements from it, and
+ * operations that did not end without it. Requests one more where the two are connected: the reply counts later, and
+ * may be lost. Any thread. */
+uint64_t mlxdist_group_signs_of_life(mlxdist_group* group, int32_t rank);
+
 /* The deadline of the group's operations, in seconds without progress: also for a rank that has not come yet. 0: none.
  * Negative: the two of the options. */
 void mlxdist_group_set_timeout(mlxdist_group* group, double seconds);

@@ -26,6 +26,13 @@ static int send_keepalive(struct channel *channel) {
   return MLXDIST_OK;
 }
 
+int keepalive_probe(struct endpoint *endpoint) {
+  bool sent;
+  struct channel *channel = endpoint_eager(endpoint);
+  if (channel->device->whole_frames) channel_mark_idle(channel);
+  return acknowledgement_send(channel, WIRE_PROBE, &sent);
+}
+
 int keepalive_tick(struct channel *channel, uint64_t now) {
   if (channel->seen_requests != channel->requests || !channel->quiet_since_ns) {
     channel->seen_requests = channel->requests;

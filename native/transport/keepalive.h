@@ -11,7 +11,10 @@
  */
 #pragma once
 
-#include "channel.h"
+#include "endpoint.h"
+
+/* Requests a reply from the peer, which its progress thread sends whatever its program does. Both may be lost. */
+int keepalive_probe(struct endpoint* endpoint);
 
 /* Of the timers: sends one if it is time. */
 int keepalive_tick(struct channel* channel, uint64_t now_ns);

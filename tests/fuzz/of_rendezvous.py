@@ -15,7 +15,8 @@ from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import connect
 from mlxdist.runtime.rendezvous.authentication import NONCE_BYTES, Refused, observer_secret, proof
 from mlxdist.runtime.rendezvous.event_loop import Connection, EventLoop
-from mlxdist.runtime.rendezvous.heartbeat import Heartbeat, Member
+from mlxdist.runtime.rendezvous.heartbeat import Heartbeat
+from mlxdist.runtime.rendezvous.member import Member
 from mlxdist.runtime.rendezvous.protocol import (
     MAGIC,
     Framing,
@@ -197,7 +198,7 @@ def greeting(data: bytes) -> None:
             theirs.sendall(data[1:])
         theirs.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ProtocolError, Refused, OSError), mock.patch.object(os, "urandom", _nonce):
-            _, fields = connect._authenticate(environment, ours, time.monotonic() + 5)
+            _, fields = connect._authenticate(environment, ours, time.monotonic() + 5, epoch=0, received=0)
             assert 0 <= fields["seconds"] <= 1e9, fields
 
 

@@ -17,7 +17,7 @@ from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import check, lib
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from waiting import late, seconds_of
+from waiting import late, seconds_of, wait_for
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -141,6 +141,19 @@ def receiver_first() -> None:
         print(f"{sorted(seconds)[10]:.4f} s", flush=True)
 
 
+def signs_of_life() -> None:
+    """A rank that calls nothing shows life when it is asked."""
+    group.barrier()
+    if rank == 0:
+        native = engine_of(group).native
+        before = lib.mlxdist_group_signs_of_life(native, 1)
+        assert wait_for(lambda: lib.mlxdist_group_signs_of_life(native, 1) >= before + 3)
+        Path(sys.argv[2]).touch()
+    else:
+        assert wait_for(Path(sys.argv[2]).exists)  # and sends nothing by itself
+    group.barrier()
+
+
 WHAT = {
     "last_message": lambda: last_message(sys.argv[2]),
     "handles": handles,
@@ -148,5 +161,6 @@ WHAT = {
     "idle": idle,
     "third_rank_late": third_rank_late,
     "receiver_first": receiver_first,
+    "signs_of_life": signs_of_life,
 }
 WHAT[sys.argv[1]]()

@@ -147,7 +147,7 @@ def test_a_stopped_rank_is_silent_and_no_failure(fast, stopped):
         )
         assert wait_for(lambda: heard.get(stopped) == "in step 7"), heard
         process.send_signal(signal.SIGSTOP)
-        silent = re.compile(r"silent for \d+ s: stopped, or its machine is overloaded; before that in step 7")
+        silent = re.compile(r"silent for \d+ s: stopped, overloaded, or cut off from rank 0; before that in step 7")
         assert wait_for(lambda: silent.fullmatch(heard[stopped])), heard
         if stopped == 0:
             assert wait_for(lambda: "rank 0, which forwards them, is silent itself" in heard[1]), heard

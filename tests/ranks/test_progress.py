@@ -59,6 +59,10 @@ def test_a_group_without_anything_to_do_sleeps(run_ranks):
     assert best(measure, 0.02) < 0.02
 
 
+def test_a_rank_that_calls_nothing_shows_life_when_it_is_asked(run_ranks, tmp_path):
+    run_ranks("progress.py", 2, "signs_of_life", tmp_path / "asked")
+
+
 def test_an_operation_gets_past_one_that_waits_for_a_third_rank(run_ranks):
     outputs = run_ranks("progress.py", 3, "third_rank_late", timeout=40)
     assert all("done meanwhile" in output for output in outputs)

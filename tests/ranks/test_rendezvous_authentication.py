@@ -237,7 +237,7 @@ def impostor(responses):
         (
             [
                 Framing().frame(Kind.CHALLENGE, MAGIC + b"n" * 32),
-                Framing().frame(Kind.WELCOME, b"p" * 32 + b'{"host": "h", "pid": 1, "seconds": 1.0}'),
+                Framing().frame(Kind.WELCOME, b"p" * 32 + b'{"host": "h", "pid": 1, "seconds": 1.0, "received": 0}'),
             ],
             "no proof that it knows MLXDIST_SECRET",
         ),

@@ -18,15 +18,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-__all__ = ["DELAY_SECONDS", "LOSS", "Host", "several_hosts", "two_hosts"]
+__all__ = ["DELAY_SECONDS", "LOSS", "PORT", "Host", "control_network", "several_hosts", "start_ranks", "two_hosts"]
 
 DELAY_SECONDS = 0.002
 LOSS = 0.01
+PORT = 29517  # of rank 0: nothing else listens in the namespace
 _NETWORK = "10.213.77"
+_CONTROL = "10.213.78"
 _MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
@@ -79,6 +81,19 @@ def several_hosts(count: int, late: bool) -> Iterator[tuple[Host, ...]]:
 
 def two_hosts(late: bool) -> contextlib.AbstractContextManager[tuple[Host, ...]]:
     return several_hosts(2, late)
+
+
+@contextlib.contextmanager
+def control_network(hosts: tuple[Host, ...]) -> Iterator[tuple[Host, ...]]:
+    """Another cable between two hosts, for the rendezvous: they are in no common subnet there, so no data takes it."""
+    interface = "control0"
+    ends = [replace(host, address=f"{_CONTROL}.{n}", interface=interface) for n, host in enumerate(hosts, 1)]
+    peer = ["peer", "name", interface, "netns", hosts[1].namespace]
+    _must(_ip("-n", hosts[0].namespace, "link", "add", interface, "type", "veth", *peer))
+    for end, other in zip(ends, reversed(ends)):
+        _must(_ip("-n", end.namespace, "addr", "add", end.address, "peer", other.address, "dev", interface))
+        end.plug_cable()
+    yield tuple(ends)
 
 
 def _why_impossible() -> str | None:
@@ -182,7 +197,7 @@ def start_ranks(
     """A rank on each host, started by hand: its output is one stream. ``of_ranks``: more variables for each."""
     job = {
         "MLXDIST_WORLD_SIZE": str(len(hosts)),
-        "MLXDIST_RENDEZVOUS": f"{hosts[0].address}:29517",  # nothing else listens in the namespace
+        "MLXDIST_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
         "MLXDIST_SECRET": secrets.token_hex(32),
     } | dict(variables)
     started = [

@@ -113,7 +113,7 @@ def pose_as_rank_0(listener):
             framing.feed(sock.recv(4096))
         kind, payload = frame
     assert handshake.verify(payload)
-    welcome = framing.frame(Kind.WELCOME, handshake.welcome(pack_json(host="h", pid=1, seconds=9.0)))
+    welcome = framing.frame(Kind.WELCOME, handshake.welcome(pack_json(host="h", pid=1, seconds=9.0, received=0)))
     to_server, from_server = handshake.session_keys()
     framing.secure(send_key=from_server, receive_key=to_server)
     return sock, framing, welcome

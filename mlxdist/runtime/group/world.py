@@ -238,6 +238,7 @@ class World:
                 on_peer_status=self._peer_status,
                 position=self.recorder.position,
                 status=self.recorder.status,
+                signs_of_life=self._signs_of_life,
             )
         except BaseException as error:
             if self._rendezvous is not None:
@@ -293,6 +294,9 @@ class World:
 
     def _peer_status(self, rank: int, text: str) -> None:
         lib.mlxdist_group_set_peer_status(self.native, rank, text.encode())
+
+    def _signs_of_life(self, rank: int) -> int:
+        return lib.mlxdist_group_signs_of_life(self.native, rank)
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == TAG and self._deadlock_detector is not None:

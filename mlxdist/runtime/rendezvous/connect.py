@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import time
 
 from mlxdist.base import local_network, logger
@@ -15,7 +16,7 @@ from .authentication import Refused, authenticate
 from .protocol import Framing, ProtocolError, pack_json, unpack_json
 from .server import exit_status_of, keep_alive
 
-__all__ = ["connect", "listen"]
+__all__ = ["connect", "listen", "reconnect"]
 
 # What MLXDIST_RENDEZVOUS_TIMEOUT can be.
 MAX_SECONDS = 1e9
@@ -26,6 +27,8 @@ MAX_SECONDS = 1e9
 SYN_SECONDS = 0.2
 SHORT_ATTEMPTS = 20
 CONNECT_SECONDS = 5.0
+# Between two attempts to connect again.
+RECONNECT_SECONDS = 0.5
 
 
 def listen(environment: Environment) -> socket.socket:
@@ -115,15 +118,6 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
         started, limit = time.monotonic(), SYN_SECONDS if attempts < SHORT_ATTEMPTS else CONNECT_SECONDS
         try:
             return _attempt(environment, min(limit, deadline - started), deadline)
-        except Refused as refusal:
-            raise RendezvousError(
-                f"rendezvous: rank 0 at {where} refused {rank} on {socket.gethostname()}: {refusal}"
-            ) from None
-        except ProtocolError as error:
-            raise RendezvousError(
-                f"rendezvous: what responds to rank {environment.rank} at {where} is not rank 0 of this job (it "
-                f"sent {error}); check MLXDIST_RENDEZVOUS, and that all ranks have the same version of mlxdist"
-            ) from None
         except OSError as error:
             problem = (error.strerror or str(error)) + local_network.hint(error)
         attempts += 1
@@ -143,21 +137,72 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
             pause = min(2 * pause, 0.5)
 
 
-def _attempt(environment: Environment, seconds: float, deadline: float) -> tuple[socket.socket, Framing, dict]:
-    """Connects once, within ``seconds``, and authenticates. Raises what ``_authenticate`` raises."""
+def reconnect(
+    environment: Environment, epoch: int, received: int, stopped: threading.Event
+) -> tuple[socket.socket, Framing, dict] | None:
+    """Connects a rank again that an outage has cut off; None once ``stopped`` is set. It retries without a deadline.
+
+    ``epoch``: of the last connection, 0 for the first; that of the new one is ``welcome["epoch"]``. ``received``: the
+    reliable frames that this rank has processed.
+
+    Raises:
+        RendezvousError: rank 0 has refused this rank, or does not listen any more.
+    """
+    while not stopped.is_set():
+        epoch += 1
+        started = time.monotonic()
+        try:
+            sock, framing, welcome = _attempt(
+                environment, CONNECT_SECONDS, started + 2 * CONNECT_SECONDS, epoch, received
+            )
+            return sock, framing, welcome | {"epoch": epoch}
+        except ConnectionRefusedError:
+            raise RendezvousError(
+                f"rendezvous: rank 0 does not listen at {format_address(*environment.address)} any more"
+            ) from None
+        except OSError as error:
+            logger.trace("rendezvous", f"rank 0: {error.strerror or error}; connecting again")
+        stopped.wait(RECONNECT_SECONDS)
+    return None
+
+
+def _attempt(
+    environment: Environment, seconds: float, deadline: float, epoch: int = 0, received: int = 0
+) -> tuple[socket.socket, Framing, dict]:
+    """Connects once, within ``seconds``, and authenticates.
+
+    Raises:
+        OSError: another attempt may succeed.
+        RendezvousError: no other attempt can.
+    """
+    where = format_address(*environment.address)
     sock = socket.create_connection(environment.address, max(0.01, seconds))
     try:
         # With no listener yet, a connection to a port of this machine can meet itself.
         if sock.getsockname() == sock.getpeername():
             raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
         keep_alive(sock)
-        return sock, *_authenticate(environment, sock, deadline)
+        return sock, *_authenticate(environment, sock, deadline, epoch, received)
+    except Refused as refusal:
+        sock.close()
+        rank = f"rank {environment.rank} of {environment.world_size}"
+        raise RendezvousError(
+            f"rendezvous: rank 0 at {where} refused {rank} on {socket.gethostname()}: {refusal}"
+        ) from None
+    except ProtocolError as error:
+        sock.close()
+        raise RendezvousError(
+            f"rendezvous: what responds to rank {environment.rank} at {where} is not rank 0 of this job (it "
+            f"sent {error}); check MLXDIST_RENDEZVOUS, and that all ranks have the same version of mlxdist"
+        ) from None
     except BaseException:
         sock.close()
         raise
 
 
-def _authenticate(environment: Environment, sock: socket.socket, deadline: float) -> tuple[Framing, dict]:
+def _authenticate(
+    environment: Environment, sock: socket.socket, deadline: float, epoch: int, received: int
+) -> tuple[Framing, dict]:
     """Authenticates this rank. Raises what ``authenticate`` raises; after an OSError another attempt may succeed."""
     greeting = pack_json(
         rank=environment.rank,
@@ -166,13 +211,15 @@ def _authenticate(environment: Environment, sock: socket.socket, deadline: float
         version=__version__,
         host=socket.gethostname(),
         pid=os.getpid(),
+        epoch=epoch,
+        received=received,
     )
     try:
         framing, welcome = authenticate(sock, environment.secret, "rank", greeting, deadline)
     except TimeoutError:
         silent = "it is connected, but silent: rank 0 has not come to its rendezvous, or it is another program"
         raise TimeoutError(errno.ETIMEDOUT, silent) from None
-    fields = unpack_json(welcome, host=str, pid=int, seconds=float)
+    fields = unpack_json(welcome, host=str, pid=int, seconds=float, received=int)
     if not 0 <= fields["seconds"] <= MAX_SECONDS:
         raise ProtocolError(f"a welcome that leaves {fields['seconds']:g} s")
     return framing, fields

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from mlxdist.runtime.internal_thread import InternalThread
 
-from .protocol import Framing, Kind, ProtocolError
+from .protocol import RECEIVED, RELIABLE, Framing, Kind, ProtocolError
 
 __all__ = ["Connection", "EventLoop"]
 
@@ -124,12 +124,13 @@ class EventLoop:
 class Connection:
     """A socket in a loop. All methods belong to the loop's thread.
 
-    The owner sets ``on_frame(kind, payload)``, which may raise ProtocolError, and ``on_lost(text)``, which is called
-    once, unless ``close`` came first.
+    The owner sets ``on_frame(kind, payload)``, which may raise ProtocolError, and ``on_lost(error)``, which is called
+    once, unless ``close`` came first: with None where the peer has closed it. Reliable frames that are sent after that
+    are kept for the connection that replaces this one.
     """
 
     on_frame: Callable[[int, bytes], None]
-    on_lost: Callable[[str], None]
+    on_lost: Callable[[OSError | ProtocolError | None], None]
 
     def __init__(self, loop: EventLoop, sock: socket.socket, framing: Framing | None = None) -> None:
         """``framing``: None for a socket pair within this process, where both ends trust each other."""
@@ -139,6 +140,11 @@ class Connection:
         self.sock = sock
         self._loop = loop
         self._unsent = bytearray()
+        self.received = self._announced = 0  # reliable frames from the peer, and what the peer has been sent of that
+        self._unacknowledged: collections.deque[tuple[Kind, bytes]] = collections.deque()
+        self._acknowledged = 0  # reliable frames before these
+        self._unacknowledged_bytes = 0
+        self._send_error: OSError | None = None
         self._open = True
         self._close_when_sent = False
         self._reads = 0
@@ -154,11 +160,39 @@ class Connection:
         """Bytes that the socket has not accepted yet. Any thread may call it."""
         return len(self._unsent)
 
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes of reliable frames that the peer has not acknowledged yet. Any thread may call it."""
+        return self._unacknowledged_bytes
+
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Sends now what the socket accepts, the rest when it accepts more: a stopped peer blocks no other."""
+        if kind in RELIABLE:
+            self._unacknowledged.append((kind, payload))
+            self._unacknowledged_bytes += len(payload)
+        self._write(kind, payload)
+
+    def replace(self, previous: "Connection") -> None:
+        """Continues ``previous``: sends again what its peer has not acknowledged."""
+        previous.close()
+        self.received = self._announced = previous.received
+        self._unacknowledged, self._acknowledged = previous._unacknowledged, previous._acknowledged
+        self._unacknowledged_bytes = previous._unacknowledged_bytes
+        for kind, payload in self._unacknowledged:
+            self._write(kind, payload)
+
+    def _write(self, kind: Kind, payload: bytes) -> None:
         if self._open and not self._close_when_sent:
             self._unsent += self.framing.frame(kind, payload)
             self._flush()
+
+    def acknowledge(self, received: int) -> None:
+        """Forgets the first ``received`` reliable frames. Raises ProtocolError: so many have not been sent."""
+        if not 0 <= received - self._acknowledged <= len(self._unacknowledged):
+            raise ProtocolError(f"an acknowledgement of {received} frames")
+        for _ in range(received - self._acknowledged):
+            self._unacknowledged_bytes -= len(self._unacknowledged.popleft()[1])
+        self._acknowledged = received
 
     def close(self, when_sent: bool = False) -> None:
         """Closes it. ``when_sent``: first sends what is waiting; the owner still has to close it after some time."""
@@ -177,10 +211,10 @@ class Connection:
             self._flush()
             return
         except OSError as error:
-            self._lose(error.strerror or str(error))
+            self._lose(error)
             return
         if not data:
-            self._lose("connection closed")
+            self._lose(self._send_error)
             return
         self.process(data)
         self._flush()
@@ -193,16 +227,28 @@ class Connection:
         self._reads += 1
         try:
             while self._open and not self._close_when_sent and (frame := self.framing.next_frame()):
-                self.on_frame(*frame)
+                self._take(*frame)
+            if self.received != self._announced:
+                self._announced = self.received
+                self._write(Kind.RECEIVED, RECEIVED.pack(self.received))
             if self._reads > MAX_UNAUTHENTICATED_READS and not self.framing.is_secure:
                 raise ProtocolError(f"its greeting in more than {MAX_UNAUTHENTICATED_READS} pieces")
         except ProtocolError as error:
-            self._lose(f"it sent {error}")
+            self._lose(error)
 
-    def _lose(self, text: str) -> None:
+    def _take(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.RECEIVED and self.framing.is_secure:
+            if len(payload) != RECEIVED.size:
+                raise ProtocolError("a malformed acknowledgement")
+            self.acknowledge(*RECEIVED.unpack(payload))
+            return
+        self.received += kind in RELIABLE
+        self.on_frame(kind, payload)
+
+    def _lose(self, error: OSError | ProtocolError | None) -> None:
         if self._open:
             self.close()
-            self.on_lost(text)
+            self.on_lost(error)
 
     def _flush(self) -> None:
         if not self._open:
@@ -213,9 +259,12 @@ class Connection:
         except BlockingIOError:
             self._loop.watch(self.sock, self.read, write=True)
             return
-        except OSError:
+        except OSError as error:
             # Not lost here: what the peer sent before it went away is still to be read, and reading ends in _lose.
             self._unsent.clear()
+            # The kernel gives an error to one call only. After this one the peer has closed the connection in order.
+            if not isinstance(error, BrokenPipeError):
+                self._send_error = error
             if self._close_when_sent:
                 self.close()
             return

@@ -4,7 +4,8 @@
     rank 0 -> rank   PEER_STATUS   JSON, for each rank what rank 0 knows of it
 
 A rank that is stopped, or whose machine is overloaded, is silent while its connection stays open: that is no failure
-by itself, and frames that it has missed are still there when it continues. A dead rank closes its connection.
+by itself, and frames that it has missed are still there when it continues. A dead rank closes its connection; a network
+that is away ends one, too (outage.py).
 """
 
 import sys
@@ -21,7 +22,7 @@ from mlxdist.base.validation import seconds as duration
 from .event_loop import Connection, EventLoop
 from .protocol import Kind, ProtocolError, pack_json
 
-__all__ = ["Heartbeat", "Member", "PeerStatus", "guarded", "pack_peer_status", "pack_position", "unpack_peer_status"]
+__all__ = ["Heartbeat", "PeerStatus", "guarded", "pack_peer_status", "pack_position", "unpack_peer_status"]
 
 HEARTBEAT_SECONDS = 1.0
 # A rank counts as silent from then on. Python may block a thread while the program is in C code for long.
@@ -54,36 +55,10 @@ class PeerStatus:
         if age < SILENT_SECONDS:
             return self.position
         if self.rank == 0 or since < SILENT_SECONDS:
-            text = f"silent for {age:.0f} s: stopped, or its machine is overloaded"
+            text = f"silent for {age:.0f} s: stopped, overloaded, or cut off from rank 0"
         else:
             text = f"no heartbeat for {age:.0f} s: rank 0, which forwards them, is silent itself"
         return f"{text}; before that {self.position}" if self.position else text
-
-
-@dataclass
-class Member:
-    """A rank that has joined, as rank 0 knows it."""
-
-    rank: int
-    host: str
-    pid: int
-    connection: Connection
-    left: bool = False
-    lost: bool = False
-    last_heartbeat: float | None = None  # when its last heartbeat came; None for one that sends none
-    position: str = ""
-    has_request: bool = False  # for its status
-
-    @property
-    def is_here(self) -> bool:
-        return not self.left and not self.lost
-
-    def status(self) -> PeerStatus:
-        age = None if self.last_heartbeat is None else time.monotonic() - self.last_heartbeat
-        return PeerStatus(self.rank, self.host, self.pid, age, self.position, not self.is_here)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
 def pack_position(position: str) -> bytes:
@@ -134,7 +109,7 @@ class Heartbeat:
 
     def __init__(self, loop: EventLoop, connection: Connection, rank: int, size: int) -> None:
         self._loop = loop
-        self._connection = connection
+        self.connection = connection
         self._rank = rank
         self._size = size
         self._position: Callable[[], str] | None = None
@@ -148,6 +123,10 @@ class Heartbeat:
             self._loop.add_timer(self._beat)
         self._position, self._on_peer_status = position, on_peer_status
         self._received_at = time.monotonic()
+
+    @property
+    def is_running(self) -> bool:
+        return self._position is not None
 
     def stop(self) -> None:
         self._position = self._on_peer_status = None
@@ -169,8 +148,8 @@ class Heartbeat:
             silent = now - self._received_at > SILENT_SECONDS
             # Rank 0 sends nothing to a silent rank; but while rank 0 is stopped, heartbeats pile up there.
             self._next = now + (SILENT_SECONDS / 2 if silent else HEARTBEAT_SECONDS)
-            if not self._connection.unsent:
-                self._connection.send(Kind.HEARTBEAT, pack_position(guarded(position) or ""))
+            if not self.connection.unsent:
+                self.connection.send(Kind.HEARTBEAT, pack_position(guarded(position) or ""))
             if silent:
                 self._report()
         return self._next - now

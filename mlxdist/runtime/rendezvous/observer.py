@@ -24,7 +24,8 @@ from mlxdist.base.json_reader import parse_json
 from ..diagnostics.flight_records import rank_directory
 from .authentication import Refused, authenticate, observer_secret, read_frame
 from .event_loop import Connection
-from .heartbeat import Member, PeerStatus, pack_peer_status, unpack_peer_status
+from .heartbeat import PeerStatus, pack_peer_status, unpack_peer_status
+from .member import Member
 from .protocol import STATUS, Kind, ProtocolError
 
 __all__ = ["Observation", "Observers", "observe", "publish"]
@@ -77,7 +78,7 @@ class Observers:
         observer = _Observer(connection, time.monotonic() + OBSERVER_SECONDS, {member.rank for member in requested})
         self._observers.append(observer)
         connection.on_frame = self._reject
-        connection.on_lost = lambda text: self._remove(observer)
+        connection.on_lost = lambda error: self._remove(observer)
         peers = [member.status() for member in members]
         connection.send(Kind.PEER_STATUS, pack_peer_status(peers, size, observer.waiting_on))
         for member in requested:

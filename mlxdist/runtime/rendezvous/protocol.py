@@ -3,7 +3,9 @@
     frame       length (4 bytes, big-endian: of payload and tag), kind (1 byte), payload, tag (16 bytes)
 
 Before authentication (authentication.py) a frame has at most 4 KiB and no tag. From then on every frame carries a tag
-made with a key of this connection and a counter. Nothing is unpickled: payloads are text, JSON or the caller's bytes.
+made with a key of this connection and a counter. Frames of the kinds in ``RELIABLE`` are kept until the receiver has
+acknowledged them by RECEIVED, and are sent again where a connection replaces one that was cut. Nothing is unpickled:
+payloads are text, JSON or the caller's bytes.
 """
 
 import enum
@@ -16,7 +18,7 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 
-__all__ = ["Framing", "Kind", "ProtocolError", "pack_json", "pack_message", "unpack_json", "unpack_message"]
+__all__ = ["RELIABLE", "Framing", "Kind", "ProtocolError", "pack_json", "pack_message", "unpack_json", "unpack_message"]
 
 MAGIC = b"mlxdist rendezvous 1"
 TAG_BYTES = 16
@@ -30,10 +32,11 @@ MAX_STATUS_BYTES = 256 * 1024
 HEADER = struct.Struct(">IB")
 
 # Payload of GATHER: step, length of its name; of GATHERED: step, rank; of STATUS to an observer: rank; of MESSAGE: the
-# other rank, length of the tag.
+# other rank, length of the tag; of RECEIVED: reliable frames that the sender has processed.
 GATHER = struct.Struct(">IH")
 GATHERED = struct.Struct(">II")
 STATUS = struct.Struct(">I")
+RECEIVED = struct.Struct(">Q")
 _MESSAGE = struct.Struct(">IH")
 
 
@@ -57,6 +60,23 @@ class Kind(enum.IntEnum):
     STATUS_REQUEST = 17  # rank 0 -> rank: an observer requests its status
     STATUS = 18  # rank -> rank 0: a flight record, or nothing; rank 0 -> observer: rank, the same
     STREAM = 19  # not in the rendezvous: bytes of a stream of `mlxdist serve`, which has the same frames
+    RECEIVED = 20  # both ways: how many reliable frames have been processed, over all connections of this rank
+
+
+# What is left out is superseded by the next of its kind, or belongs to one connection.
+RELIABLE = frozenset(
+    {
+        Kind.FORMED,
+        Kind.GATHER,
+        Kind.GATHERED,
+        Kind.REPORT_FAILURE,
+        Kind.FAILURE,
+        Kind.GOODBYE,
+        Kind.DEPARTED,
+        Kind.ACK,
+        Kind.MESSAGE,
+    }
+)
 
 
 class ProtocolError(Exception):

@@ -13,13 +13,15 @@ from collections.abc import Callable
 
 from mlxdist.base import errors, logger
 from mlxdist.base.environment import Environment
+from mlxdist.runtime.internal_thread import InternalThread
 
 from . import protocol
-from .connect import connect, listen
+from .connect import connect, listen, reconnect
 from .event_loop import Connection, EventLoop
-from .heartbeat import Heartbeat, guarded
-from .protocol import Kind, ProtocolError, pack_json, unpack_json
-from .server import MAX_QUEUED, RendezvousServer
+from .heartbeat import HEARTBEAT_SECONDS, Heartbeat, guarded
+from .outage import SignsOfLife, how_lost, is_outage, outage_notice
+from .protocol import Framing, Kind, ProtocolError, pack_json, unpack_json
+from .server import MAX_QUEUED, RendezvousServer, why_lost
 
 __all__ = ["Rendezvous"]
 
@@ -72,6 +74,12 @@ class Rendezvous:
         self._rank_0 = "rank 0"
         self._host_0 = socket.gethostname()
         self._server: RendezvousServer | None = None
+        # Of the connection to rank 0, which an outage may cut.
+        self._is_cut = False
+        self._epoch = 0
+        self._signs = SignsOfLife()
+        self._count_signs: Callable[[int], int] = lambda rank: 0
+        self._stopped = threading.Event()
         self._open()
 
     def all_gather(self, data: bytes, what: str) -> list[bytes]:
@@ -128,11 +136,11 @@ class Rendezvous:
             self._raise_failure()
             if rank in self._departed:
                 raise errors.PeerLost(self._departed[rank])
-            waiting = self._unsent + self._connection.unsent
+            waiting = self._unsent + self._connection.unacknowledged
             if waiting + len(payload) > MAX_QUEUED:
                 raise errors.RendezvousError(
                     f"rendezvous: {self._rank_0} has not read {waiting} bytes of messages from rank "
-                    f"{self._environment.rank}; it is stopped, or its machine is overloaded"
+                    f"{self._environment.rank}; it is stopped, overloaded, or cut off"
                 )
             self._unsent += len(payload)
         self._loop.call(lambda: self._send_message(payload))
@@ -145,6 +153,7 @@ class Rendezvous:
         on_peer_status: OnEvent | None = None,
         position: Callable[[], str] | None = None,
         status: Callable[[], bytes] = bytes,
+        signs_of_life: Callable[[int], int] = lambda rank: 0,
     ) -> None:
         """Starts to call, in the rendezvous' own thread:
 
@@ -156,6 +165,9 @@ class Rendezvous:
         With ``position``, until the group fails: once a second ``position()``, which says in at most 256 bytes what
         this rank is doing, and ``on_peer_status(rank, text)`` with the last position of each of the others.
 
+        ``signs_of_life(rank)``, once a second, while a rank is silent here: how many the data path has brought. Where
+        the network cuts the connection of a rank, it is lost only if that number does not change either.
+
         ``status()`` when an observer requests it: a flight record of this rank, as JSON.
 
         ``on_failure``, ``on_leave`` and ``on_message`` are also called for what has happened before. Messages wait for
@@ -166,6 +178,9 @@ class Rendezvous:
         def start() -> None:
             self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
             self._status = status
+            self._count_signs = signs_of_life
+            if self._server is not None:
+                self._server.signs_of_life = signs_of_life
             self._deliver()
             if position is not None:
                 self._heartbeat.start(position, on_peer_status)
@@ -208,7 +223,7 @@ class Rendezvous:
         """Whether rank 0 has forwarded all that this rank has reported, or is gone; waits at most ``seconds``."""
         with self._changed:
             wanted = self._sent
-            return self._changed.wait_for(lambda: self._acked >= wanted or not self._connection.is_open, seconds)
+            return self._changed.wait_for(lambda: self._acked >= wanted or self._has_lost_rank_0(), seconds)
 
     def close(self, linger: float = 10.0) -> None:
         """Sends GOODBYE: that this rank's connection ends is no failure then.
@@ -247,10 +262,9 @@ class Rendezvous:
             self._loop = EventLoop(self._crash)
             self._host_0, seconds = welcome["host"], welcome["seconds"]
             self._rank_0 = f"rank 0 ({self._host_0}, pid {welcome['pid']})"
-        self._connection = Connection(self._loop, sock, framing)
-        self._connection.on_frame = self._frame
-        self._connection.on_lost = self._lose_rank_0
+        self._attach(Connection(self._loop, sock, framing))
         self._heartbeat = Heartbeat(self._loop, self._connection, environment.rank, environment.world_size)
+        self._loop.add_timer(self._check_outage)
         self._loop.call(self._connection.process)
         self._loop.start()
         _instances.add(self)
@@ -268,6 +282,7 @@ class Rendezvous:
 
     def _stop(self) -> None:
         atexit.unregister(self._stop)
+        self._stopped.set()
         if self._forked:
             return
         self._loop.stop()
@@ -312,10 +327,12 @@ class Rendezvous:
             self._raise_end()
             if self._closed:
                 raise errors.Error(self._has_left())
+            if self._is_cut:  # the response may come once it is connected again
+                deadline = time.monotonic() + seconds
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
                 raise errors.Timeout(
                     f"rendezvous: {self._rank_0} has not responded to rank {self._environment.rank} at {what} for "
-                    f"{seconds:g} s; it is stopped or its machine is gone"
+                    f"{seconds:g} s; it is stopped, or the network to it is away"
                 )
 
     def _raise_failure(self) -> None:
@@ -331,7 +348,13 @@ class Rendezvous:
 
     # Called in the loop's thread, but for _fail, which report_failure() calls too.
 
+    def _attach(self, connection: Connection) -> None:
+        self._connection = connection
+        connection.on_frame = self._frame
+        connection.on_lost = self._lose_rank_0
+
     def _frame(self, kind: int, payload: bytes) -> None:
+        self._signs.heard()
         if kind == Kind.PEER_STATUS:
             self._heartbeat.receive(payload)
             return
@@ -371,14 +394,75 @@ class Rendezvous:
         if not 0 <= rank < self._environment.world_size:
             raise ProtocolError(f"a frame about rank {rank} of {self._environment.world_size}")
 
-    def _lose_rank_0(self, text: str) -> None:
+    def _lose_rank_0(self, error: OSError | ProtocolError | None) -> None:
+        if self._needs_rank_0() and is_outage(error, self._heartbeat.is_running and self._signs.is_silent):
+            logger.warn("rendezvous", outage_notice(self._rank_0, self._signs))
+            with self._changed:
+                self._is_cut = True
+                self._changed.notify_all()
+            InternalThread(target=self._reconnect, name="mlxdist reconnect", daemon=True).start()
+        else:
+            self._give_up_rank_0(f"{self._rank_0} {how_lost(error)}")
+
+    def _needs_rank_0(self) -> bool:
+        return self._failure is None and 0 not in self._departed and not self._closed
+
+    def _has_lost_rank_0(self) -> bool:
+        return not self._connection.is_open and not self._is_cut
+
+    def _give_up_rank_0(self, text: str) -> None:
         with self._changed:
-            if 0 not in self._departed and not self._closed:
-                how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
+            self._is_cut = False
+            if self._needs_rank_0():
                 when = "" if self._formed else " before the group was complete"
-                self._fail(0, errors.PeerLost(errors.located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
+                self._fail(0, errors.PeerLost(errors.located(f"{text}{when}", 0, self._host_0)))
             self._changed.notify_all()
+        self._stopped.set()
         self._deliver()
+
+    def _check_outage(self) -> float | None:
+        """Gives rank 0 up where it is cut off and lost. Returns the seconds until it is to be called again."""
+        if self._server is not None or not self._needs_rank_0():
+            return None
+        if self._is_cut or (self._heartbeat.is_running and self._signs.is_silent):
+            self._signs.probe(lambda: self._count_signs(0))
+        if self._is_cut and (why := why_lost(self._environment, 0, self._signs)):
+            self._give_up_rank_0(f"{self._rank_0} {why}")
+        return HEARTBEAT_SECONDS if self._is_cut else None
+
+    def _reconnect(self) -> None:
+        """Connects again, in a thread of its own."""
+        try:
+            found = reconnect(self._environment, self._epoch, self._connection.received, self._stopped)
+        except errors.RendezvousError as error:
+            text = str(error)
+            self._loop.call(lambda: self._give_up_rank_0(text))
+            return
+        if found is not None:
+            self._loop.call(lambda: self._resume(*found))
+
+    def _resume(self, sock: socket.socket, framing: Framing, welcome: dict) -> None:
+        previous = self._connection
+        if not self._is_cut:
+            sock.close()
+            return
+        try:
+            previous.acknowledge(welcome["received"])
+        except ProtocolError as error:
+            sock.close()
+            self._give_up_rank_0(f"{self._rank_0} {how_lost(error)}")
+            return
+        logger.warn("rendezvous", f"{self._rank_0} is connected again, after {self._signs.control_silence:.0f} s")
+        self._signs.heard()
+        self._epoch = welcome["epoch"]
+        connection = Connection(self._loop, sock, framing)
+        self._attach(connection)
+        self._heartbeat.connection = connection
+        connection.replace(previous)
+        with self._changed:
+            self._is_cut = False
+            self._changed.notify_all()
+        connection.process()
 
     def _crash(self, error: BaseException) -> None:
         with self._changed:

@@ -2,11 +2,13 @@
 
 import collections
 import contextlib
+import functools
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxdist.base import logger
@@ -17,11 +19,13 @@ from mlxdist.version import __version__
 from . import protocol
 from .authentication import ServerHandshake, observer_secret
 from .event_loop import Connection, EventLoop
-from .heartbeat import HEARTBEAT_SECONDS, Member, pack_peer_status, unpack_position
+from .heartbeat import HEARTBEAT_SECONDS, pack_peer_status, unpack_position
+from .member import Member
 from .observer import Observers, publish
+from .outage import LOST_SECONDS, SignsOfLife, how_lost, is_outage, outage_notice
 from .protocol import Framing, Kind, ProtocolError, pack_json, unpack_json
 
-__all__ = ["RendezvousServer", "exit_status_of", "keep_alive"]
+__all__ = ["RendezvousServer", "exit_status_of", "keep_alive", "why_lost"]
 
 # Bytes of messages that wait at one place. They are meant to be few and small.
 MAX_QUEUED = 16 * 1024 * 1024
@@ -30,11 +34,11 @@ MAX_QUEUED = 16 * 1024 * 1024
 HANDSHAKE_SECONDS = 10.0
 # Connections that have not authenticated yet, beyond one per rank.
 MAX_UNAUTHENTICATED = 128
-# The same once the group is complete: none of them can become a rank then.
+# The same once the group is complete and no rank is cut off: none of them can become a rank then.
 MAX_UNAUTHENTICATED_LATE = 8
 # New connections between two passes over the others.
 MAX_ACCEPTS = 64
-# Once the group is complete, between one new connection and the next: rank 0's thread shares an interpreter with the
+# In the same state, between one new connection and the next: rank 0's thread shares an interpreter with the
 # program, and a flood of them must not take its time.
 ACCEPT_SECONDS = 0.1
 
@@ -60,6 +64,7 @@ class RendezvousServer:
         self, loop: EventLoop, listener: socket.socket, environment: Environment, own_side: socket.socket
     ) -> None:
         """``own_side``: of a socket pair with rank 0's own end."""
+        self.signs_of_life: Callable[[int], int] = lambda rank: 0  # how many the data path has brought
         self.deserted = threading.Event()
         self._loop = loop
         self._listener = listener
@@ -88,10 +93,14 @@ class RendezvousServer:
     def _is_complete(self) -> bool:
         return len(self._members) == self._environment.world_size
 
+    @property
+    def _expects_ranks(self) -> bool:
+        return not self._is_complete or any(member.is_cut for member in self._members.values())
+
     # Connections that have not authenticated yet.
 
     def _accept(self, events: int) -> None:
-        if self._is_complete:
+        if not self._expects_ranks:
             self._accept_one()
             self._pause_accepting()
             return
@@ -114,7 +123,8 @@ class RendezvousServer:
             else:
                 self._pause_accepting()
             return False
-        limit = MAX_UNAUTHENTICATED_LATE if self._is_complete else MAX_UNAUTHENTICATED + self._environment.world_size
+        many = MAX_UNAUTHENTICATED + self._environment.world_size
+        limit = many if self._expects_ranks else MAX_UNAUTHENTICATED_LATE
         while len(self._pending) >= limit:
             self._evict()
         connection, deadline = Connection(self._loop, sock, Framing()), time.monotonic() + HANDSHAKE_SECONDS
@@ -134,7 +144,7 @@ class RendezvousServer:
     def _challenge(self, pending: PendingConnection) -> None:
         connection = pending.connection
         connection.on_frame = lambda kind, payload: self._authenticate(pending, kind, payload)
-        connection.on_lost = lambda text: self._lose_pending(pending, text)
+        connection.on_lost = lambda error: self._lose_pending(pending, error)
         self._pending.append(pending)
         connection.send(Kind.CHALLENGE, pending.handshake.challenge())
         connection.read()  # a rank has knocked by now, unless its machine is slow
@@ -143,10 +153,10 @@ class RendezvousServer:
         pending.connection.close()
         self._pending.remove(pending)
 
-    def _lose_pending(self, pending: PendingConnection, text: str) -> None:
+    def _lose_pending(self, pending: PendingConnection, error: OSError | ProtocolError | None) -> None:
         self._pending.remove(pending)
-        if text.startswith("it sent"):
-            self._note(f"a connection from {pending.address} was closed: {text}")
+        if isinstance(error, ProtocolError):
+            self._note(f"a connection from {pending.address} was closed: it sent {error}")
 
     def _note(self, text: str) -> None:
         """Keeps ``text`` for the message about missing ranks: a refusal may be the reason."""
@@ -175,22 +185,23 @@ class RendezvousServer:
                 f"a process at {pending.address} was refused: its MLXDIST_SECRET is not this job's",
             )
         elif handshake.role == "rank":
-            self._check_rank(
-                pending, unpack_json(greeting, rank=int, world_size=int, job=str, version=str, host=str, pid=int)
-            )
+            self._check_rank(pending, greeting)
         elif self._observers.is_full:
             self._refuse(pending, "there are too many observers", f"an observer at {pending.address} was refused")
         else:
             connection = self._welcome(pending)
             self._observers.admit(connection, self._environment.world_size, self._members.values())
 
-    def _check_rank(self, pending: PendingConnection, fields: dict) -> None:
+    def _check_rank(self, pending: PendingConnection, greeting: bytes) -> None:
+        fields = unpack_json(greeting, rank=int, world_size=int, job=str, version=str, host=str, pid=int)
         who = f"rank {fields['rank']} ({fields['host']}, pid {fields['pid']})"
         if difference := self._difference(fields):
             # It has the secret, so one of the two was started wrongly: retrying cannot help.
             self._refuse(pending, difference, f"{who} was refused: {difference}")
             rank = fields["rank"] if 0 <= fields["rank"] < self._environment.world_size else 0
             self._fail(rank, "RendezvousError", f"rendezvous: {who} was refused: {difference}")
+        elif unpack_json(greeting, epoch=int, received=int)["epoch"] > 0:  # the version is the same from here on
+            self._resume(pending, fields, who)
         elif (taken := self._members.get(fields["rank"])) and taken.left:
             self._drop(pending)  # it comes to the next world, and retries until all have left this one
         elif self._failure is not None:
@@ -204,6 +215,24 @@ class RendezvousServer:
             )
         else:
             self._join(Member(fields["rank"], fields["host"], fields["pid"], self._welcome(pending)))
+
+    def _resume(self, pending: PendingConnection, fields: dict, who: str) -> None:
+        """Accepts a rank again that an outage has cut off. Both sides then send again what the other has not had."""
+        member = self._members.get(fields["rank"])
+        if member is None or not member.is_here or (member.host, member.pid) != (fields["host"], fields["pid"]):
+            reason = f"the group has failed: {self._failure}" if self._failure else "it is not of this group any more"
+            self._refuse(pending, reason, f"{who} came again, and was refused: {reason}")
+        elif fields["epoch"] <= member.epoch:
+            self._drop(pending)  # it has given this attempt up
+        else:
+            previous = member.connection
+            previous.acknowledge(fields["received"])
+            member.epoch, member.connection = fields["epoch"], self._welcome(pending, previous.received)
+            member.connection.replace(previous)
+            member.has_request = False
+            self._attach(member)
+            logger.warn("rendezvous", f"{member} is connected again, after {member.signs.control_silence:.0f} s")
+            member.signs.heard()
 
     def _difference(self, fields: dict) -> str | None:
         """Why this rank cannot be of this job, or None."""
@@ -221,15 +250,15 @@ class RendezvousServer:
 
     # Members: the ranks of the job.
 
-    def _welcome(self, pending: PendingConnection) -> Connection:
-        """Welcomes a client: from then on its connection is authenticated."""
+    def _welcome(self, pending: PendingConnection, received: int = 0) -> Connection:
+        """Welcomes a client: from then on its connection is authenticated. ``received``: reliable frames from it."""
         self._pending.remove(pending)
         connection, handshake = pending.connection, pending.handshake
         with contextlib.suppress(OSError):  # macOS, where the peer is gone already: reading will fail
             keep_alive(connection.sock)
         now = time.monotonic()
         seconds = max(0.0, (self._forming_deadline or now) - now)
-        fields = pack_json(host=socket.gethostname(), pid=os.getpid(), seconds=seconds)
+        fields = pack_json(host=socket.gethostname(), pid=os.getpid(), seconds=seconds, received=received)
         connection.send(Kind.WELCOME, handshake.welcome(fields))
         to_server, from_server = handshake.session_keys()
         connection.framing.secure(send_key=from_server, receive_key=to_server)
@@ -238,11 +267,14 @@ class RendezvousServer:
     def _join(self, member: Member) -> None:
         self._members[member.rank] = member
         logger.info("rendezvous", f"{member} has joined")
-        member.connection.on_frame = lambda kind, payload: self._frame(member, kind, payload)
-        member.connection.on_lost = lambda text: self._lose(member, text)
+        self._attach(member)
         if self._is_complete:
             self._forming_deadline = None
             self._broadcast(Kind.FORMED)
+
+    def _attach(self, member: Member) -> None:
+        member.connection.on_frame = lambda kind, payload: self._frame(member, kind, payload)
+        member.connection.on_lost = lambda error: self._lose(member, error)
 
     def _broadcast(self, kind: Kind, payload: bytes = b"", exclude: Member | None = None) -> None:
         for member in self._members.values():
@@ -256,13 +288,28 @@ class RendezvousServer:
             self._forming_deadline = self._gather_deadline = None
             self._broadcast(Kind.FAILURE, pack_json(rank=rank, error=error, text=text), exclude)
 
-    def _lose(self, member: Member, text: str) -> None:
+    def _lose(self, member: Member, error: OSError | ProtocolError | None) -> None:
+        if not member.left and self._failure is None and is_outage(error, member.was_silent):
+            logger.warn("rendezvous", outage_notice(member, member.signs))
+            return
+        self._give_up(member, how_lost(error))
+
+    def _give_up(self, member: Member, how: str) -> None:
         member.lost = True
         if not member.left:
             when = " before the group was complete" if self._forming_deadline is not None else ""
-            how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
             self._fail(member.rank, "PeerLost", located(f"{member} {how}{when}", member.rank, member.host))
         self._check_deserted(member)
+
+    def _check_outages(self) -> float | None:
+        """Gives up ranks that are cut off and lost. Returns the seconds until it is to be called again."""
+        here = [member for member in self._members.values() if member.is_here] if self._failure is None else []
+        for member in here:
+            if member.is_cut or member.was_silent:
+                member.signs.probe(functools.partial(self.signs_of_life, member.rank))
+            if member.is_cut and (why := why_lost(self._environment, member.rank, member.signs)):
+                self._give_up(member, why)
+        return HEARTBEAT_SECONDS if any(member.is_cut for member in here) else None
 
     def _check_deserted(self, gone: Member) -> None:
         self._observers.forward(gone.rank, b"")
@@ -270,6 +317,7 @@ class RendezvousServer:
             self.deserted.set()
 
     def _frame(self, member: Member, kind: int, payload: bytes) -> None:
+        member.signs.heard()
         if kind == Kind.GATHER:
             self._gather(member, payload)
         elif kind == Kind.REPORT_FAILURE:
@@ -304,13 +352,10 @@ class RendezvousServer:
             return  # the sender knows the reason
         receiver.connection.send(Kind.MESSAGE, protocol.pack_message(sender.rank, tag, data))
         gathered = self._environment.world_size * protocol.MAX_FRAME  # of one step
-        if receiver.connection.unsent > gathered + MAX_QUEUED:
-            self._fail(
-                rank,
-                "RendezvousError",
-                f"rendezvous: {receiver} has left {receiver.connection.unsent} bytes from other ranks unread; it is "
-                "stopped, or its machine is overloaded",
-            )
+        if receiver.connection.unacknowledged > gathered + MAX_QUEUED:
+            unread = f"{receiver.connection.unacknowledged} bytes from other ranks unread"
+            why = "it is stopped, overloaded, or cut off from rank 0"
+            self._fail(rank, "RendezvousError", f"rendezvous: {receiver} has left {unread}; {why}")
 
     def _gather(self, member: Member, payload: bytes) -> None:
         if self._failure is not None:
@@ -367,13 +412,15 @@ class RendezvousServer:
         if self._forming_deadline is not None and now >= self._forming_deadline:
             self._fail_missing()
         if self._gather_deadline is not None and now >= self._gather_deadline:
-            self._fail_late()
+            self._end_gather(now)
+        outage_check = self._check_outages()
         if self._next_peer_status is not None and now >= self._next_peer_status:
             self._send_peer_status(now)
         deadlines = [pending.deadline for pending in self._pending[:1]]
         exit_check = self._exit_check_at if self._forming_deadline is not None else None
         forming = (self._forming_deadline, exit_check, self._gather_deadline)
-        others = (*forming, self._accept_again or None, self._next_peer_status, self._observers.expire(now))
+        outages = None if outage_check is None else now + outage_check
+        others = (*forming, self._accept_again or None, self._next_peer_status, self._observers.expire(now), outages)
         deadlines += [deadline for deadline in others if deadline is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
@@ -402,8 +449,11 @@ class RendezvousServer:
             text += f" (meanwhile {'; '.join(self._refusals)})"
         self._fail(missing[0], "RendezvousError", text)
 
-    def _fail_late(self) -> None:
+    def _end_gather(self, now: float) -> None:
         late = [self._members[rank] for rank in range(self._environment.world_size) if rank not in self._gathered]
+        if any(member.is_cut for member in late):  # what they have sent may be on its way
+            self._gather_deadline = now + self._environment.rendezvous_timeout
+            return
         here = next(iter(self._gathered))
         what = self._gathered[here][0]
         have = "have" if len(late) > 1 else "has"
@@ -428,16 +478,24 @@ def exit_status_of(environment: Environment, rank: int) -> str | None:
         return None
 
 
+def why_lost(environment: Environment, rank: int, signs: SignsOfLife) -> str | None:
+    """What is known of a rank that is cut off and does not come back, in words that follow its name; None: it may."""
+    if status := exit_status_of(environment, rank):
+        return f"has ended with exit status {status}"
+    return str(signs) if signs.is_lost else None
+
+
 def keep_alive(sock: socket.socket) -> None:
     """Makes ``sock`` give up its peer after 30 s without a response of its kernel: a host without power closes nothing.
 
     A stopped process is no such case: its kernel responds.
     """
     # While data is in flight, as a heartbeat always is, the kernel retransmits it for 15 minutes, without probes.
+    seconds = int(LOST_SECONDS)
     if sys.platform == "darwin":
-        idle, in_flight = socket.TCP_KEEPALIVE, (0x80, 30)  # TCP_RXT_CONNDROPTIME of netinet/tcp.h
+        idle, in_flight = socket.TCP_KEEPALIVE, (0x80, seconds)  # TCP_RXT_CONNDROPTIME of netinet/tcp.h
     else:
-        idle, in_flight = socket.TCP_KEEPIDLE, (socket.TCP_USER_TIMEOUT, 30_000)
+        idle, in_flight = socket.TCP_KEEPIDLE, (socket.TCP_USER_TIMEOUT, 1000 * seconds)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ((socket.TCP_NODELAY, 1), (idle, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3), in_flight):
         sock.setsockopt(socket.IPPROTO_TCP, *option)
