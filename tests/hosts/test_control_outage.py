@@ -86,7 +86,7 @@ def test_a_job_survives_an_outage_of_the_control_network(networks, tmp_path, sec
 
 @pytest.mark.parametrize("what", ["busy", "idle"])
 def test_a_host_that_is_silent_on_both_networks_is_lost(networks, tmp_path, what):
-    """After the 30 s for which the control connection may be silent, and no later."""
+    """By the deadline for the control connection alone, as where there is no data path: no second one follows."""
     data, control = networks
     with started(control, what, tmp_path / "stop", "tcp") as ranks:
         for end in (data[1], control[1]):
@@ -101,5 +101,5 @@ def test_a_host_that_is_silent_on_both_networks_is_lost(networks, tmp_path, what
             output,
         )
         assert rank.returncode != 0 and lost, output
-        assert 30 <= int(lost[2]) <= int(lost[1]) <= 33, output
+        assert 30 <= int(lost[2]) <= int(lost[1]) < 50, output
         assert "has died" not in output
