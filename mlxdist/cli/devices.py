@@ -121,10 +121,10 @@ def _link(device: Device) -> str:
 
 
 def _addresses(found: Sequence[Device]) -> Table:
-    table = _table("Addresses (GIDs)", ("device", "index", "type", "address", "interface"))
+    table = _table("Addresses (GIDs)", ("device", "index", "type", "form", "address", "interface"))
     for device in found:
         for gid in device.gids:
-            table.add_row(device.name, str(gid.index), gid.type, str(gid), gid.interface)
+            table.add_row(device.name, str(gid.index), gid.type, gid.form, str(gid), gid.interface)
     return table
 
 

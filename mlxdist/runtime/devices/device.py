@@ -1,5 +1,6 @@
 """The devices of a provider, their port, limits and addresses."""
 
+import enum
 import ipaddress
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 from mlxdist.base.errors import ResourceError, Timeout
 from mlxdist.runtime.internal_thread import InternalThread
 
-__all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Gid", "list_devices", "port_remedy", "speed_of"]
+__all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Form", "Gid", "list_devices", "port_remedy", "speed_of"]
 
 # The library of RDMA that systems of this kind have.
 REAL_PROVIDER = "librdma" if sys.platform == "darwin" else "ibverbs"
@@ -27,7 +28,23 @@ _LANES = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _LANE_SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0, 32: 25.0, 64: 50.0, 128: 100.0}
 
 _IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
+_LINK_LOCAL = ipaddress.IPv6Network("fe80::/64")  # RFC 4291: behind fe80 come 54 bits that are zero
+_GLOBAL = (ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("fc00::/7"))
 _MAX_DEVICES = 256
+
+
+class Form(enum.StrEnum):
+    """The form of a GID. Its index says nothing: the same address is at 0, 1 or 3 on different systems."""
+
+    IPV4 = "IPv4"  # ::ffff:a.b.c.d
+    GLOBAL = "global"  # IPv6, unique local addresses included
+    LINK_LOCAL = "link-local"  # IPv6: fe80::/64 and an EUI-64, or 64 random bits, as Linux may be set to
+    GUID = "GUID"  # InfiniBand: the subnet's prefix, which may be any, and the port's GUID
+    SEGMENT = "segment"  # of the software provider
+    NONE = "no address"  # such as the UUID of a Thunderbolt domain, which macOS 27 has at index 0
+
+
+_OWN_FORMS = {"IB": Form.GUID, "memory": Form.SEGMENT}
 
 
 @dataclass(frozen=True)
@@ -45,9 +62,25 @@ class Gid:
         return ipaddress.IPv4Address(self.address[12:]) if self.address.startswith(_IPV4_MAPPED) else None
 
     @property
+    def form(self) -> Form:
+        if not any(self.address):
+            return Form.NONE
+        if self.type in _OWN_FORMS:
+            return _OWN_FORMS[self.type]
+        if self.ipv4 is not None:
+            return Form.IPV4 if int(self.ipv4) else Form.NONE
+        ipv6 = ipaddress.IPv6Address(self.address)
+        if ipv6 in _LINK_LOCAL:
+            return Form.LINK_LOCAL
+        # Without a type it may be a UUID, of which one in eight begins like a global address. Nothing is lost: an
+        # interface with a global address has a link-local one, too.
+        is_global = self.type != "unknown" and any(ipv6 in network for network in _GLOBAL)
+        return Form.GLOBAL if is_global else Form.NONE
+
+    @property
     def is_link_local(self) -> bool:
-        """fe80::/10, or ::ffff:169.254.0.0/112."""
-        return (self.ipv4 or ipaddress.IPv6Address(self.address)).is_link_local
+        """169.254.0.0/16 or fe80::/64."""
+        return self.form is Form.LINK_LOCAL or (self.ipv4 is not None and self.ipv4.is_link_local)
 
     def __str__(self) -> str:
         if self.ipv4 is None:
@@ -88,6 +121,7 @@ class Device:
             {
                 "index": gid.index,
                 "type": gid.type,
+                "form": gid.form,
                 "gid": f"::ffff:{gid.ipv4}" if gid.ipv4 else str(ipaddress.IPv6Address(gid.address)),
                 "ipv4": gid.ipv4 and str(gid.ipv4),
                 "prefix": gid.prefix,

@@ -1,11 +1,11 @@
-"""Finds the addresses by which two devices reach each other. The index of an address is never assumed."""
+"""Finds the addresses by which two devices reach each other: by their form, never by their index."""
 
 import enum
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .device import Gid
+from .device import Form, Gid
 
 __all__ = ["Nearness", "Route", "find_route", "in_one_subnet"]
 
@@ -17,7 +17,7 @@ class Nearness(enum.IntEnum):
     LINK_LOCAL_SUBNET = 1  # 169.254.0.0/16, which every cable may have: it does not say which devices are joined
     IPV4 = 2  # of different subnets: a router may join them
     GLOBAL = 3  # IPv6, and InfiniBand
-    LINK_LOCAL = 4  # fe80::
+    LINK_LOCAL = 4  # IPv6
 
 
 # Of two that fit otherwise. RoCE v1 does not leave its segment, and not every card has it.
@@ -35,6 +35,8 @@ class Route:
 
 def find_route(near: Sequence[Gid], far: Sequence[Gid], one_host: bool = False) -> Route | None:
     """The best addresses of two devices for each other: IPv4 of one subnet, RoCE v2 before v1, 169.254 last.
+
+    None where they have no two addresses of one form and type. What has the form of no address is never taken.
 
     Between equals the lines nearest to the beginning of the tables, those of ``near`` first: two ranks must pass
     their pair in the same order.
@@ -65,12 +67,12 @@ def in_one_subnet(a: Gid, b: Gid) -> bool:
 
 
 def _nearness(a: Gid, b: Gid, one_host: bool) -> Nearness | None:
-    if a.type != b.type or a.type not in _TYPES or (a.ipv4 is None) != (b.ipv4 is None):
+    if a.type != b.type or a.type not in _TYPES or a.form is not b.form or a.form is Form.NONE:
         return None
     if not one_host and a.address == b.address:
         return None  # as those of bridges for containers are: each host has its own
     if a.ipv4 is None or b.ipv4 is None:
-        return Nearness.LINK_LOCAL if a.is_link_local or b.is_link_local else Nearness.GLOBAL
+        return Nearness.LINK_LOCAL if a.form is Form.LINK_LOCAL else Nearness.GLOBAL
     if a.ipv4.is_loopback or b.ipv4.is_loopback:
         return Nearness.IPV4 if one_host and a.address == b.address else None
     if a.address == b.address or in_one_subnet(a, b):

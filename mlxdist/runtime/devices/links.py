@@ -324,7 +324,8 @@ def _pair_up(
             if route is None:
                 raise _NotConnected(
                     f"{near.name} of {hosts[0]} ({_addresses([near])}) and {far.name} of {hosts[1]} "
-                    f"({_addresses([far])}) have no addresses of one kind; give both ends of a cable IPv4 addresses"
+                    f"({_addresses([far])}) have no addresses of one form and type; give both ends of a cable IPv4 "
+                    "addresses"
                 )
             pairs[near.name] = (near, far, route)
     return [pairs[near.name] for near in nears]
@@ -360,7 +361,11 @@ def _ends(near: Device, far: Device, route: Route) -> _Ends:
 
 
 def _addresses(devices: Sequence[Device]) -> str:
-    return ", ".join(f"{device.name}: {' '.join(map(str, device.gids)) or 'no address'}" for device in devices)
+    return ", ".join(f"{device.name}: {' '.join(map(_address, device.gids)) or 'no address'}" for device in devices)
+
+
+def _address(gid: Gid) -> str:
+    return str(gid) if gid.ipv4 else f"{gid} ({gid.type}, {gid.form})"
 
 
 def _reason(
