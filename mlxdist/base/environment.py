@@ -241,7 +241,10 @@ class Environment:
         "matrix of RDMA devices as JSON, or a file with it, or a hostfile", "by address", _file
     )
     qp_type: str = _of_user(
-        "queue pair type: uc (unreliable connection) or rc (reliable, on Linux)", "uc", _one_of(QP_TYPES), "uc"
+        "queue pair type: uc (unreliable connection) or rc (reliable; not on Thunderbolt)",
+        "uc",
+        _one_of(QP_TYPES),
+        "uc",
     )
     meet_after: float | None = _of_user(
         "idle seconds after which ranks with a GPU synchronize first, 0 for never", "2", _seconds_or_never

@@ -88,7 +88,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         "hosts where it is there, else TCP; prints the choice and its reason.",
     )
     qp_type: str | None = _option(
-        _BACKEND, type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
+        _BACKEND, type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable."
     )
     starting_port: int | None = _option(
         _BACKEND,

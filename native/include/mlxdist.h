@@ -159,7 +159,7 @@ typedef struct mlxdist_options {
   uint32_t links_per_peer;   /* devices that large messages to a peer are spread over: 1 or 2 */
   const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: that many devices of the
                                 software provider to every rank. Copied */
-  int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
+  int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every device */
   double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_enqueue wants a
                                 meeting with it; 0: never */
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */

@@ -67,7 +67,7 @@ static void test_other_names(void) {
 static void test_devices(void) {
   const struct verbs *verbs = open_library();
   CHECK(verbs->close_device(open_context(verbs)) == 0);
-  CHECK(verbs->reliable && !verbs->whole_frames && !verbs->registers_freely);
+  CHECK(verbs->reliable && !verbs->registers_freely);
   CHECK(!verbs->read_counters && !verbs->inject && !verbs->set_virtual_host && !verbs->set_key);
 }
 
@@ -237,13 +237,29 @@ static void test_pages_and_fork(void) {
   pages_free(memory, 16 * KIB);
 }
 
+static uint32_t largest_message(enum ibv_transport_type transport, uint8_t link_layer, const char *release) {
+  const struct ibv_device device = {.transport_type = transport};
+  struct ibv_port_attr attr = {.link_layer = link_layer, .max_msg_sz = 1 << 30};
+  apple_correct_port(&device, release, &attr);
+  CHECK_EQUAL(attr.link_layer == IBV_LINK_LAYER_THUNDERBOLT, attr.max_msg_sz < 1 << 30);
+  return attr.max_msg_sz;
+}
+
 static void test_apple_messages(void) {
   const char *frames[] = {"25.2.0", "25.2", "25.1.0", "25", "24.6.0", "16.3", "", "nonsense"};
   for (size_t i = 0; i < sizeof frames / sizeof *frames; i++)
-    CHECK(apple_max_message(frames[i]) == 4096, "Darwin %s", frames[i]);
+    CHECK(largest_message(IBV_TRANSPORT_THUNDERBOLT, IBV_LINK_LAYER_UNSPECIFIED, frames[i]) == 4096, "Darwin %s",
+          frames[i]);
   const char *larger[] = {"25.3.0", "25.3", "25.10.0", "26.0.0", "27.0.0", "27"};
   for (size_t i = 0; i < sizeof larger / sizeof *larger; i++)
-    CHECK(apple_max_message(larger[i]) == 16773120, "Darwin %s", larger[i]);
+    CHECK(largest_message(IBV_TRANSPORT_UNKNOWN, IBV_LINK_LAYER_THUNDERBOLT, larger[i]) == 16773120, "Darwin %s",
+          larger[i]);
+}
+
+/* A card of another maker, and its driver, under macOS. */
+static void test_other_devices_of_macs(void) {
+  CHECK_EQUAL(largest_message(IBV_TRANSPORT_UNKNOWN, IBV_LINK_LAYER_ETHERNET, "25.2.0"), 1 << 30);
+  CHECK_EQUAL(largest_message(IBV_TRANSPORT_UNSPECIFIED, IBV_LINK_LAYER_UNSPECIFIED, ""), 1 << 30);
 }
 
 int main(int argc, char **argv) {
@@ -264,6 +280,7 @@ int main(int argc, char **argv) {
       {"FreedPages", test_freed_pages},
       {"PagesAndFork", test_pages_and_fork},
       {"AppleMessages", test_apple_messages},
+      {"OtherDevicesOfMacs", test_other_devices_of_macs},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

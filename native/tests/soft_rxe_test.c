@@ -18,7 +18,8 @@ static void test_device(void) {
   CHECK(port.active_mtu == IBV_MTU_1024 && port.max_mtu == IBV_MTU_4096);
   CHECK_EQUAL(port.max_msg_sz, 8 << 20);
   CHECK(!verbs_soft()->create_cq(side.context, 32769, NULL, NULL, 0) && errno == EINVAL);
-  CHECK(!verbs_soft_profile("rxe")->whole_frames && !verbs_soft_profile("rxe")->registers_freely);
+  CHECK_EQUAL(port.link_layer, IBV_LINK_LAYER_ETHERNET);
+  CHECK(!verbs_soft_profile("rxe")->registers_freely);
   side_close(&side);
 }
 

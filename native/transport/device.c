@@ -58,10 +58,10 @@ int device_open(struct device *device, const struct verbs *verbs, const char *na
                 "interface is up at both ends",
                 name, verbs->name);
   device->gathers = attributes.max_sge >= 2;
-  device->whole_frames = verbs->whole_frames;
+  device->whole_frames = device->port.link_layer == IBV_LINK_LAYER_THUNDERBOLT;
   /* On Thunderbolt no program that is known to work reads byte_len, or leaves a send without a completion. */
-  device->reports_length = !verbs->whole_frames;
-  device->signals_all = verbs->whole_frames;
+  device->reports_length = !device->whole_frames;
+  device->signals_all = device->whole_frames;
   device->max_frames = (uint32_t)attributes.max_qp_wr;
   device->pd = verbs->alloc_pd(device->context);
   return device->pd ? MLXDIST_OK : device_fail_verb(device, "alloc_pd", errno);

@@ -67,17 +67,18 @@ static void find_interface_of_ipv4(mlxdist_gid *gid, const struct ifaddrs *inter
   }
 }
 
-static void find_interface_of_device(mlxdist_gid *gid, const char *device) {
-#ifdef __APPLE__
-  if (strncmp(device, "rdma_", 5) == 0) snprintf(gid->interface, sizeof gid->interface, "%s", device + 5);
-#else
+/* Apple calls the device of the Thunderbolt port en2 rdma_en2; the rest is Linux. */
+static void find_interface_of_device(mlxdist_gid *gid, const mlxdist_device *device) {
+  if (device->link_layer == IBV_LINK_LAYER_THUNDERBOLT) {
+    if (strncmp(device->name, "rdma_", 5) == 0) snprintf(gid->interface, sizeof gid->interface, "%s", device->name + 5);
+    return;
+  }
   char path[192];
-  snprintf(path, sizeof path, "/sys/class/infiniband/%s/ports/1/gid_attrs/ndevs/%d", device, gid->index);
+  snprintf(path, sizeof path, "/sys/class/infiniband/%s/ports/1/gid_attrs/ndevs/%d", device->name, gid->index);
   FILE *file = fopen(path, "re");
   if (!file) return; /* the device has no network interface, as those of InfiniBand and of the soft provider */
   if (fgets(gid->interface, sizeof gid->interface, file)) gid->interface[strcspn(gid->interface, "\n")] = '\0';
   fclose(file);
-#endif
 }
 
 static void read_gids(const struct verbs *verbs, struct ibv_context *context, int entries, mlxdist_device *device,
@@ -93,7 +94,7 @@ static void read_gids(const struct verbs *verbs, struct ibv_context *context, in
     *gid = (mlxdist_gid){.index = index, .type = (int32_t)type, .prefix = -1};
     memcpy(gid->bytes, bytes.raw, sizeof gid->bytes);
     if (is_ipv4(gid->bytes)) find_interface_of_ipv4(gid, interfaces);
-    if (!gid->interface[0]) find_interface_of_device(gid, device->name);
+    if (!gid->interface[0]) find_interface_of_device(gid, device);
   }
 }
 

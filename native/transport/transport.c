@@ -31,7 +31,8 @@ static int find_device(struct transport *transport, const mlxdist_link *link, ui
   if (!verbs) return fail(MLXDIST_INVALID_ARGUMENT, "%s", why);
   if (transport->options->reliable && !verbs->reliable)
     return fail(MLXDIST_INVALID_ARGUMENT,
-                "provider %s has no reliable connections (MLXDIST_QP_TYPE=rc); libibverbs has", verbs->name);
+                "provider %s has no reliable connections (MLXDIST_QP_TYPE=rc); RDMA devices have, but for Thunderbolt",
+                verbs->name);
   verbs = verbs_trace(verbs);
   for (uint32_t i = 0; i < transport->device_count; i++) {
     *result = &transport->devices[i];
@@ -79,7 +80,9 @@ static int open_default_links(struct transport *transport, struct endpoint *endp
   const struct verbs *verbs = verbs_provider("soft", transport->options->soft_profile, why, sizeof why);
   uint32_t count = transport->options->links_per_peer,
            others = (uint32_t)(endpoint->rank - (endpoint->rank > transport->rank));
-  uint32_t first = verbs && verbs->whole_frames ? count * others : 0;
+  int devices = 0;
+  if (verbs) verbs->free_device_list(verbs->get_device_list(&devices));
+  uint32_t first = devices > MLXDIST_MAX_LINKS ? count * others : 0;
   for (uint32_t i = 0; i < count; i++) {
     snprintf(names[i], sizeof names[i], "soft%u", first + i);
     links[i] = (mlxdist_link){.provider = "soft", .device = names[i]};

@@ -1,16 +1,20 @@
-/* What depends on the version of macOS, in RDMA over Thunderbolt. */
+/*
+ * The rules of Apple's Thunderbolt devices that the library does not tell. They are rules of the device, which
+ * its port's link layer identifies, and not of macOS: a card that another driver serves there has none of them.
+ */
 #pragma once
 
-#include <stdint.h>
+#include "verbs_abi.h"
 
 /* The version of macOS is read as that of its kernel, Darwin: 25.3.0 is macOS 26.3, and from macOS 27 on both have the
  * same number. macOS reports 26 as "16" to a program, such as a Python, that was linked with an older SDK, but the
  * release of the kernel is the same for all programs. */
 
-/* The largest message, hence the largest buffer to post, under a release of Darwin such as "25.3.0": one frame of 4096
- * bytes before 25.3 (macOS 26.3), 4095 of them since. One frame for a text that is no release: what every macOS
- * takes. */
-uint32_t apple_max_message(const char* darwin_release);
+/* Corrects what query_port says of a port of `device`, under a release of Darwin such as "25.3.0". The link layer of
+ * Thunderbolt is set where only the device's type shows it. The largest message, hence the largest buffer to post, is
+ * there at most one frame of 4096 bytes before 25.3 (macOS 26.3), and 4095 of them since; one frame for a text that is
+ * no release: every macOS takes it. */
+void apple_correct_port(const struct ibv_device* device, const char* darwin_release, struct ibv_port_attr* attr);
 
-/* This machine's; empty where it cannot be read. */
+/* This machine's release of Darwin; empty where it cannot be read. */
 const char* apple_darwin_release(void);

@@ -123,8 +123,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
   memset(attr, 0, sizeof *attr);
 #ifdef __APPLE__
   int error = exported.query_port(context, port, attr);
-  uint32_t most = apple_max_message(apple_darwin_release());
-  if (!error && attr->max_msg_sz > most) attr->max_msg_sz = most;
+  if (!error) apple_correct_port(context->device, apple_darwin_release(), attr);
   return error;
 #else
   if (context->abi_compat != __VERBS_ABI_IS_EXTENDED) return exported.query_port(context, port, attr);
@@ -143,21 +142,17 @@ static int query_gid(struct ibv_context *context, uint8_t port, int index, union
 }
 
 static int query_gid_type(struct ibv_context *context, uint8_t port, int index, enum verbs_gid_type *type) {
-#ifdef __APPLE__
-  (void)context, (void)port, (void)index;
+  struct ibv_port_attr attr;
+  int error = query_port(context, port, &attr);
   *type = VERBS_GID_UNKNOWN;
-  return 0;
-#else
+  if (error || attr.link_layer == IBV_LINK_LAYER_THUNDERBOLT) return error;
   if (optional.query_gid_ex) {
     struct ibv_gid_entry entry = {0};
-    int error = optional.query_gid_ex(context, port, (uint32_t)index, &entry, 0, sizeof entry);
+    error = optional.query_gid_ex(context, port, (uint32_t)index, &entry, 0, sizeof entry);
     if (!error) *type = gid_type_of_entry(&entry);
     if (error != EOPNOTSUPP && error != ENOSYS) return error;
   }
-  struct ibv_port_attr attr;
-  int error = query_port(context, port, &attr);
-  return error ? error : gid_type_of_file(context->device->ibdev_path, port, index, attr.link_layer, type);
-#endif
+  return gid_type_of_file(context->device->ibdev_path, port, index, attr.link_layer, type);
 }
 
 static void *alloc_memory(struct ibv_context *context, size_t bytes) {
@@ -222,11 +217,7 @@ static void open_library(void) {
   table.create_qp = create_qp;
   table.alloc_memory = alloc_memory;
   table.free_memory = free_memory;
-#ifdef __APPLE__
-  table.whole_frames = true;
-#else
   table.reliable = true;
-#endif
   /* Kernels of before 5.12 give a page that the device writes to the child of a fork, not to the parent. This keeps
    * the queues of the library's providers out of children; pages.c does it for our memory. It refuses when another
    * user of the library in this process has made something before us: then that one has decided. */

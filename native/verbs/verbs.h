@@ -48,10 +48,8 @@ struct verbs {
   const char* name; /* "soft" or "soft/" and a profile, "ibverbs", "librdma" */
   /* Registering costs nothing and pins nothing: the endpoint may register any buffer for one operation. */
   bool registers_freely;
-  /* It has queue pairs of the reliable connection (RC), too. */
+  /* It may have queue pairs of the reliable connection (RC), too. Thunderbolt has none: create_qp says so. */
   bool reliable;
-  /* A SEND must have as many frames of 4096 bytes as the receive that it meets. */
-  bool whole_frames;
 
   struct ibv_device** (*get_device_list)(int* num_devices);
   void (*free_device_list)(struct ibv_device** list);

@@ -55,7 +55,11 @@ enum ibv_node_type {
   IBV_NODE_UNSPECIFIED,
 };
 
-enum ibv_transport_type { IBV_TRANSPORT_UNKNOWN = -1, IBV_TRANSPORT_UNSPECIFIED = 4 };
+enum ibv_transport_type {
+  IBV_TRANSPORT_UNKNOWN = -1,
+  IBV_TRANSPORT_UNSPECIFIED = 4,
+  IBV_TRANSPORT_THUNDERBOLT = 100, /* in Apple's header only */
+};
 
 enum ibv_atomic_cap { IBV_ATOMIC_NONE };
 
@@ -70,7 +74,12 @@ enum ibv_port_state {
   IBV_PORT_ACTIVE_DEFER,
 };
 
-enum { IBV_LINK_LAYER_UNSPECIFIED, IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET };
+enum {
+  IBV_LINK_LAYER_UNSPECIFIED,
+  IBV_LINK_LAYER_INFINIBAND,
+  IBV_LINK_LAYER_ETHERNET,
+  IBV_LINK_LAYER_THUNDERBOLT = 100, /* in Apple's header only */
+};
 
 struct ibv_device {
   void* (*unused_ops[2])(void);

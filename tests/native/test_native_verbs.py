@@ -59,7 +59,10 @@ def test_words_of_macs(tmp_path):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("test", ["OtherNames", "Pages", "LargePages", "FreedPages", "PagesAndFork", "AppleMessages"])
+@pytest.mark.parametrize(
+    "test",
+    ["OtherNames", "Pages", "LargePages", "FreedPages", "PagesAndFork", "AppleMessages"] + ["OtherDevicesOfMacs"],
+)
 def test_without_a_library(tmp_path, test):
     run_program(build(tmp_path, "library"), test)
 

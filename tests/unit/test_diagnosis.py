@@ -1,5 +1,6 @@
 """What is wrong with a machine or a device, and what to do: one verdict for each cause."""
 
+import dataclasses
 import ipaddress
 import json
 import platform
@@ -79,7 +80,7 @@ def ipv4(text: str) -> Gid:
 
 def thunderbolt(name: str = "rdma_en2", state: str = "ACTIVE", gids: tuple[Gid, ...] = (ipv4("10.0.0.1"),)) -> Device:
     gids = tuple(Gid(gid.index, gid.type, gid.address, gid.prefix, name.removeprefix("rdma_")) for gid in gids)
-    return Device("librdma", name, "", state, gids, link_layer="unspecified", transport="Thunderbolt")
+    return Device("librdma", name, "", state, gids, link_layer="Thunderbolt", transport="Thunderbolt")
 
 
 LINK_LOCAL = (Gid(0, "unknown", ipaddress.IPv6Address("fe80::1").packed),)
@@ -136,6 +137,20 @@ def test_a_mac_that_is_switched_on_but_has_no_thunderbolt_5():
     """macOS lists devices for its ports all the same, and rdma_ctl says enabled."""
     ports = Receptacle("1", 40, True, "en2"), Receptacle("2", 40, False, "en3")
     assert verdicts(diagnose_host(mac(receptacles=ports), [READY])) == [Verdict.THUNDERBOLT_4]
+
+
+def test_devices_of_other_makers_have_none_of_apples_rules():
+    """On a Mac that is not set up for RDMA over Thunderbolt, too."""
+    gids = (Gid(0, "RoCE v2", ipaddress.IPv6Address("fe80::a8bb:ccff:fe00:1").packed),)
+    card = Device("librdma", "rdma_mcrdma0", "", "ACTIVE", gids, link_layer="Ethernet", transport="InfiniBand")
+    old = mac(macos=(15, 1), rdma_ctl="disabled")
+    assert diagnose_host(old, [card]) == []
+    assert verdicts(diagnose_host(old, [card, READY])) == [Verdict.MACOS_TOO_OLD, Verdict.RDMA_CTL_OFF]
+    assert [str(found) for found in diagnose_device(card, old)] == [
+        "rdma_mcrdma0 has no IPv4 address, so nothing says which device it is joined to; set MLXDIST_DEVICE_MAP"
+    ]
+    (down,) = diagnose_device(dataclasses.replace(card, state="DOWN"), old)
+    assert down.remedy == "plug in the cable"
 
 
 def test_a_library_that_fails():

@@ -18,9 +18,10 @@ REAL_PROVIDER = "librdma" if sys.platform == "darwin" else "ibverbs"
 GID_TYPES = ("IB", "RoCE v1", "RoCE v2", "unknown", "memory", "TCP")  # enum mlxdist_gid_type of mlxdist.h
 ACTIVE = "ACTIVE"
 STATES = ("NOP", "DOWN", "INIT", "ARMED", ACTIVE, "ACTIVE_DEFER")  # enum ibv_port_state
-LINK_LAYERS = ("unspecified", "InfiniBand", "Ethernet")
+THUNDERBOLT = "Thunderbolt"
+LINK_LAYERS = {0: "unspecified", 1: "InfiniBand", 2: "Ethernet", 100: THUNDERBOLT}  # enum of verbs_abi.h
 # enum ibv_transport_type; Apple's own has the number 100.
-TRANSPORTS = {0: "InfiniBand", 1: "iWARP", 2: "usNIC", 3: "usNIC UDP", 100: "Thunderbolt"}
+TRANSPORTS = {0: "InfiniBand", 1: "iWARP", 2: "usNIC", 3: "usNIC UDP", 100: THUNDERBOLT}
 LIMITS = ("max_qp", "max_qp_wr", "max_sge", "max_cq", "max_cqe", "max_mr", "max_mr_size", "max_pd", "max_message")
 
 # Lanes and Gbit/s a lane, as ibv_port_attr encodes them.
@@ -112,6 +113,11 @@ class Device:
         return not self.error and self.state == ACTIVE
 
     @property
+    def is_thunderbolt(self) -> bool:
+        """Whether it is Apple's, or plays one. Other makers' devices under macOS have none of the rules of those."""
+        return THUNDERBOLT in (self.link_layer, self.transport)
+
+    @property
     def interfaces(self) -> tuple[str, ...]:
         """The network interfaces that it shares its port with."""
         return tuple(dict.fromkeys(gid.interface for gid in self.gids if gid.interface))
@@ -200,7 +206,7 @@ def _device(provider: str, native: Any, ffi: Any) -> Device:
         guid=bytes(native.guid).hex(":", 2),
         transport=TRANSPORTS.get(native.transport, ""),
         ports=native.ports,
-        link_layer=LINK_LAYERS[native.link_layer] if 0 <= native.link_layer < len(LINK_LAYERS) else "unspecified",
+        link_layer=LINK_LAYERS.get(native.link_layer, "unspecified"),
         speed=None if provider == "soft" else speed_of(native.width, native.speed),
         active_mtu=native.active_mtu or None,
         max_mtu=native.max_mtu or None,

@@ -56,7 +56,11 @@ def diagnose(facts: HostFacts, devices: Sequence[Device], error: str = "") -> li
 
 def diagnose_host(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:
     """The findings about the machine, whatever its devices report. ``error``: why they could not be listed."""
-    found = _diagnose_mac(facts) if facts.is_mac else _diagnose_linux(facts, devices)
+    found = []
+    if not facts.is_mac:
+        found = _diagnose_linux(facts, devices)
+    elif not devices or any(device.is_thunderbolt for device in devices):  # else they are of another maker's driver
+        found = _diagnose_mac(facts)
     known = {finding.verdict for finding in found}
     # On a Mac the library is missing, or lists nothing, for one of the reasons above; Linux has it without a device.
     explained = bool(known) if facts.is_mac else Verdict.NO_KERNEL_RDMA in known and bool(_ENOSYS.search(error))
@@ -144,7 +148,7 @@ def _diagnose_port(device: Device, facts: HostFacts) -> list[Finding]:
         remedy = "plug in the cable" if device.state == "DOWN" else "wait for the port to come up"
         if device.link_layer == "InfiniBand" and device.state != "DOWN":
             remedy = "start a subnet manager (opensm) on one of the hosts"
-        elif device.provider == "librdma":
+        elif device.is_thunderbolt:
             remedy += "; RDMA must be enabled on the Mac at its other end, too"
         found.append(Finding(Verdict.PORT_DOWN, device.name, f"{device.name} is {device.state}", remedy))
     if not any(gid.ipv4 for gid in device.gids) and device.link_layer != "InfiniBand" and device.is_active:
@@ -156,8 +160,10 @@ def _without_ipv4(device: Device, interface: str, facts: HostFacts) -> Finding:
     remedy = (
         f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_DEVICE_MAP"
     )
-    if device.provider == "librdma":
+    if device.is_thunderbolt:
         remedy = f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`"
+    elif facts.is_mac:
+        remedy = "set MLXDIST_DEVICE_MAP"  # the driver of another maker may make no interface
     if facts.bridge_of(interface) == "bridge0":
         what = (
             f"{interface} of {device.name} is a member of bridge0 (Thunderbolt Bridge), and has no IPv4 address itself"

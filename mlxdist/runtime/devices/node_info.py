@@ -95,6 +95,7 @@ def _pack_device(device: Device) -> dict[str, Any]:
         "name": device.name,
         "error": device.error[:_MAX_TEXT],
         "state": device.state,
+        "link_layer": device.link_layer,
         "max_qp": max(0, device.limits.get("max_qp", 0)),
         "gids": [[gid.index, gid.type, gid.address.hex(), gid.prefix] for gid in gids],
     }
@@ -120,6 +121,7 @@ _DEVICE = {
     "name": plain_text(_NAME_BYTES),
     "error": plain_text(_MAX_TEXT),
     "state": plain_text(_MAX_TEXT),
+    "link_layer": plain_text(_MAX_TEXT),
     "max_qp": number(0, 2**31 - 1),
     "gids": list_of(_gid, _MAX_INDEX + 1),
 }

@@ -1,7 +1,8 @@
 """Whether the devices have queue pairs enough for all ranks, before the first one is made.
 
-Thunderbolt devices have 10, over all processes of a Mac. R ranks on each of two Macs make R * R pairs of ranks over the
-cable between them, and each pair takes 2 queue pairs at both ends: 2 ranks a Mac need 8, and 3 would need 18.
+Thunderbolt devices have 10 (on macOS 27: 3), over all processes of a Mac. R ranks on each of two Macs make R * R pairs
+of ranks over the cable between them, and each pair takes 2 queue pairs at both ends: 2 ranks a Mac need 8, and 3 would
+need 18.
 """
 
 import collections
@@ -10,18 +11,20 @@ from collections.abc import Callable, Collection, Sequence
 
 from mlxdist.base.errors import InvalidArgument, name_ranks
 
+from .device import Device
 from .links import Choice
 from .node_info import NodeInfo
 
 __all__ = ["OF_A_LINK", "advice", "check_queue_pairs", "in_words", "usable"]
 
 OF_A_LINK = 2  # eager and bulk
-_THUNDERBOLT = 10  # Apple's TN3205; query_device says 11, and one was seen that says 3
+_THUNDERBOLT = 10  # Apple's TN3205; query_device says 11 there, and on macOS 27 it was seen to say 3
 
 
-def usable(provider: str, max_qp: int) -> int | None:
-    """How many queue pairs a device really has. ``max_qp``: its own limit, 0 if it reports none; None: not known."""
-    if provider == "librdma":
+def usable(device: Device) -> int | None:
+    """How many queue pairs a device really has; None where it does not say."""
+    max_qp = device.limits.get("max_qp", 0)
+    if device.is_thunderbolt:
         return min(max_qp, _THUNDERBOLT) if max_qp else _THUNDERBOLT
     return max_qp or None
 
@@ -42,7 +45,7 @@ def check_queue_pairs(
         (node.identity, device.provider, device.name): limit
         for node in nodes
         for device in node.devices
-        if device.provider != "soft" and (limit := usable(device.provider, device.limits.get("max_qp", 0)))
+        if device.provider != "soft" and (limit := usable(device))
     }
     ranks_of = collections.Counter(node.identity for node in nodes)
     # Enough even if every device served all pairs of ranks: then no rank's choice has to be computed.

@@ -45,7 +45,7 @@ def _query(name: str, transport: str) -> Device:
         guid=attributes.node_guid.to_bytes(8, "little").hex(":", 2),  # it keeps the bytes as they are in memory
         transport=transport,
         ports=attributes.phys_port_cnt,
-        link_layer=LINK_LAYERS[port.link_layer],
+        link_layer=LINK_LAYERS.get(port.link_layer, "unspecified"),
         speed=speed_of(port.active_width, port.active_speed),
         active_mtu=128 << port.active_mtu,
         max_mtu=128 << port.max_mtu,
@@ -60,7 +60,7 @@ def _gids(context: Any, name: str, entries: int, link_layer: int) -> tuple[Gid, 
         address = ipaddress.IPv6Address(context.query_gid(1, index).gid).packed
         if any(address):
             type_ = _TYPES.get(_read(directory / "types" / str(index)), "unknown")
-            type_ = "IB" if LINK_LAYERS[link_layer] == "InfiniBand" else type_
+            type_ = "IB" if LINK_LAYERS.get(link_layer) == "InfiniBand" else type_
             gids.append(Gid(index, type_, address, None, _read(directory / "ndevs" / str(index))))
     return tuple(gids)
 

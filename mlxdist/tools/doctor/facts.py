@@ -106,7 +106,7 @@ def devices(seconds: float = 10.0) -> dict[str, Any]:
             device.to_json()
             | {
                 "active": device.is_active,
-                "queue_pairs": usable(device.provider, device.limits.get("max_qp", 0)),
+                "queue_pairs": usable(device),
                 "interfaces": list(device.interfaces),
                 "networks": sorted({str(gid) for gid in device.gids if gid.ipv4}),
             }

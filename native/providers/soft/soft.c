@@ -140,8 +140,9 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
       .max_vl_num = 1,
       .active_width = 1,
       .active_speed = 1,
-      .phys_state = down ? 2 : 5,            /* Polling, LinkUp */
-      .link_layer = IBV_LINK_LAYER_ETHERNET, /* as with RoCE, a peer is addressed by its GID */
+      .phys_state = down ? 2 : 5, /* Polling, LinkUp */
+      /* As with RoCE, a peer is addressed by its GID. */
+      .link_layer = profile->frames ? IBV_LINK_LAYER_THUNDERBOLT : IBV_LINK_LAYER_ETHERNET,
   };
   return 0;
 }
@@ -221,11 +222,10 @@ static void set_virtual_host(struct ibv_context *context, uint32_t host) { soft_
 
 static bool is_by_memory(const struct ibv_qp *qp) { return !((const struct soft_qp *)qp)->tcp; }
 
-#define TABLE(label, freely, frames, list)                                                                             \
+#define TABLE(label, freely, list)                                                                                     \
   {                                                                                                                    \
       .name = (label),                                                                                                 \
       .registers_freely = (freely),                                                                                    \
-      .whole_frames = (frames),                                                                                        \
       .get_device_list = (list),                                                                                       \
       .free_device_list = free_device_list,                                                                            \
       .get_device_name = get_device_name,                                                                              \
@@ -256,11 +256,11 @@ static bool is_by_memory(const struct ibv_qp *qp) { return !((const struct soft_
   }
 
 static const struct verbs tables[SOFT_PROFILES] = {
-    [SOFT_IDEAL] = TABLE("soft", true, false, list_ideal),
-    [SOFT_APPLE_TB5] = TABLE("soft/apple-tb5", false, true, list_apple_tb5),
-    [SOFT_APPLE_TB5_26_2] = TABLE("soft/apple-tb5-26.2", false, true, list_apple_tb5_26_2),
-    [SOFT_APPLE_ODD] = TABLE("soft/apple-odd", false, true, list_apple_odd),
-    [SOFT_RXE] = TABLE("soft/rxe", false, false, list_rxe),
+    [SOFT_IDEAL] = TABLE("soft", true, list_ideal),
+    [SOFT_APPLE_TB5] = TABLE("soft/apple-tb5", false, list_apple_tb5),
+    [SOFT_APPLE_TB5_26_2] = TABLE("soft/apple-tb5-26.2", false, list_apple_tb5_26_2),
+    [SOFT_APPLE_ODD] = TABLE("soft/apple-odd", false, list_apple_odd),
+    [SOFT_RXE] = TABLE("soft/rxe", false, list_rxe),
 };
 
 const struct verbs *verbs_soft(void) { return &tables[SOFT_IDEAL]; }
