@@ -45,7 +45,8 @@ DEBUG_SUBSYSTEMS = (
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QP_TYPES = ("uc", "rc")
-SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # soft/emulation/device_profile.h
+# soft/emulation/device_profile.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-tb5-27", "apple-odd", "rxe")
 SOFT_TRANSPORTS = ("auto", "shm", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 

@@ -138,8 +138,8 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
     return fail(MLXDIST_MISMATCH,
                 "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
                 "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and "
-                "MLXDIST_EAGER_SLOTS alike on all (slots of 4096 bytes where one of them has macOS 26.2, which takes "
-                "no more)",
+                "MLXDIST_EAGER_SLOTS alike on all (slots of 4096 bytes where one of them has macOS 26.2 or 27, "
+                "which take no more)",
                 engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
                 address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
   if (address->on_demand_threshold != options->on_demand_threshold)

@@ -145,7 +145,8 @@ typedef struct mlxdist_core_transfer {
 typedef struct mlxdist_link {
   const char* provider; /* "soft", "ibverbs" or "librdma"; NULL: there is no such link */
   const char* device;   /* its name. Two links are of two devices */
-  int32_t gid_index;    /* of the address in the device's table by which the rank reaches this one */
+  int32_t gid_index;    /* of the address in the device's table by which the rank reaches this one; -1: the software
+                           provider's in memory */
 } mlxdist_link;
 
 typedef struct mlxdist_options {
@@ -173,7 +174,7 @@ typedef struct mlxdist_options {
   int32_t checksum;             /* 1: every message carries a CRC32C, and what arrives damaged is retransmitted */
   const char* host;             /* name of this machine, for error texts; NULL: the system's. Copied */
   const char* soft_profile;     /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
-                                   "apple-odd", "rxe" */
+                                   "apple-tb5-27", "apple-odd", "rxe" */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they

@@ -10,7 +10,7 @@ const struct verbs *verbs_provider(const char *name, const char *soft_profile, c
   const struct verbs *soft = verbs_soft_profile(soft_profile);
   if (!soft)
     snprintf(why, bytes,
-             "there is no soft profile %s; there are ideal, apple-tb5, apple-tb5-26.2, apple-odd "
+             "there is no soft profile %s; there are ideal, apple-tb5, apple-tb5-26.2, apple-tb5-27, apple-odd "
              "and rxe (MLXDIST_SOFT_PROFILE)",
              soft_profile);
   return soft;

@@ -46,6 +46,8 @@ static void one_cable(struct world *world, int rank, int size) { all_together(wo
 static void two_cables(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5", 2); }
 static void one_frame(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5-26.2", 1); }
 
+static void packets(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5-27", 1); }
+
 /* It refuses what the other profile takes: access flags and path MTU are found by trying. */
 static void other_answers(struct world *world, int rank, int size) {
   int barriers = 0;
@@ -97,6 +99,8 @@ int main(void) {
   failed |= world_run(3, two_cables);
   failed |= world_run(2, one_frame);
   failed |= world_run(3, one_frame);
+  failed |= world_run(2, packets);
+  failed |= world_run(3, packets);
   failed |= world_run(2, other_answers);
   failed |= world_run(2, slots_of_one_frame);
   failed |= world_run(2, versions_differ);

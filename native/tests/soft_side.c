@@ -48,6 +48,13 @@ struct ibv_context *side_open_context(struct side_options options) {
   return context;
 }
 
+static uint8_t memory_gid(struct ibv_context *context) {
+  enum verbs_gid_type type;
+  uint8_t index = 0;
+  while (verbs_soft()->query_gid_type(context, 1, index, &type) == 0 && type != VERBS_GID_MEMORY) index++;
+  return index;
+}
+
 static uint8_t find_gid(struct ibv_context *context, const char *address) {
   struct ibv_port_attr port;
   union ibv_gid wanted = {.raw = {[10] = 0xff, [11] = 0xff}}, gid;
@@ -74,7 +81,8 @@ void side_open(struct side *side, struct side_options options) {
   side->mr =
       verbs->reg_mr(side->pd, side->memory, SIDE_BYTES, options.access ? options.access : IBV_ACCESS_LOCAL_WRITE);
   CHECK(side->mr, "reg_mr: %s", strerror(errno));
-  side->gid_index = options.key ? find_gid(side->context, options.address ? options.address : "127.0.0.1") : 0;
+  side->gid_index = options.key ? find_gid(side->context, options.address ? options.address : "127.0.0.1")
+                                : memory_gid(side->context);
   CHECK_EQUAL(verbs->query_gid(side->context, 1, side->gid_index, &side->gid), 0);
   struct ibv_port_attr port;
   CHECK_EQUAL(verbs->query_port(side->context, 1, &port), 0);

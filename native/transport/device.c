@@ -75,6 +75,13 @@ int device_gid(const struct device *device, int32_t index, union ibv_gid *gid) {
               device->name, device->verbs->name, index);
 }
 
+int32_t device_memory_gid(const struct device *device) {
+  enum verbs_gid_type type;
+  for (int32_t index = 0; index < device->port.gid_tbl_len; index++)
+    if (device->verbs->query_gid_type(device->context, 1, index, &type) == 0 && type == VERBS_GID_MEMORY) return index;
+  return -1;
+}
+
 int device_create_cq(struct device *device, int entries) {
   device->cq = device->verbs->create_cq(device->context, entries, 0, 0, 0);
   return device->cq ? MLXDIST_OK : device_fail_verb(device, "create_cq", errno);

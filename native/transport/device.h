@@ -30,6 +30,9 @@ int device_open(struct device* device, const struct verbs* verbs, const char* na
 /* The address with that index in the device's table. */
 int device_gid(const struct device* device, int32_t index, union ibv_gid* gid);
 
+/* The index of the software provider's address in memory; -1: another provider's device has none. */
+int32_t device_memory_gid(const struct device* device);
+
 /* Whether messages may be posted: Apple's library crashes in a post on a port whose cable was pulled. */
 bool device_is_up(const struct device* device);
 

@@ -46,7 +46,7 @@ static int open_link(struct transport *transport, struct endpoint *endpoint, con
   struct link *link = &endpoint->links[endpoint->link_count];
   int status = find_device(transport, from, endpoint->link_count, &link->device);
   if (status) return status;
-  link->gid_index = from->gid_index;
+  link->gid_index = from->gid_index < 0 ? device_memory_gid(link->device) : from->gid_index;
   status = device_gid(link->device, link->gid_index, &link->gid);
   if (status) return status;
   endpoint->link_count++;
@@ -85,7 +85,7 @@ static int open_default_links(struct transport *transport, struct endpoint *endp
   uint32_t first = devices > MLXDIST_MAX_LINKS ? count * others : 0;
   for (uint32_t i = 0; i < count; i++) {
     snprintf(names[i], sizeof names[i], "soft%u", first + i);
-    links[i] = (mlxdist_link){.provider = "soft", .device = names[i]};
+    links[i] = (mlxdist_link){.provider = "soft", .device = names[i], .gid_index = -1};
   }
   return open_links(transport, endpoint, links, count);
 }

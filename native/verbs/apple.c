@@ -14,7 +14,7 @@ static uint32_t max_message(const char *darwin_release) {
   /* NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the kernel writes this text */
   int numbers = sscanf(darwin_release, "%u.%u", &major, &minor);
   if (numbers < 1) return FRAME;
-  return major > 25 || (major == 25 && minor >= 3) ? 4095 * FRAME : FRAME;
+  return major == 25 && minor >= 3 ? 4095 * FRAME : FRAME;
 }
 
 void apple_correct_port(const struct ibv_device *device, const char *darwin_release, struct ibv_port_attr *attr) {

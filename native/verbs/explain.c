@@ -9,7 +9,7 @@
 
 #define QUEUE_PAIRS                                                                                                    \
   "all queue pairs of the device are in use, by this process or others; end what else uses it (ranks of an earlier "   \
-  "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device)"
+  "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device, 3 on macOS 27)"
 #define DOMAINS                                                                                                        \
   "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends; " LOST
 #define LOST /* mlxdist/launch/reaper.py */                                                                            \

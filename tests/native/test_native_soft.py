@@ -15,7 +15,7 @@ VARIANTS = {
     "posix_segments": (SANITIZE_MEMORY, "posix"),
 }
 PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "idle"]
-PROGRAMS += ["apple", "apple_life", "odd", "rxe", "writes", "peers", "processes", "scale", "stress"]
+PROGRAMS += ["apple", "apple_life", "packets", "odd", "rxe", "writes", "peers", "processes", "scale", "stress"]
 PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
 SLOW = ["processes", "stress", "tcp_processes", "objects", "faults", "damage", "delay", "idle", "apple_life", "scale"]
 SLOW += ["regions", "tcp", "writes"]

@@ -7,6 +7,8 @@ from test_collectives import OPERATIONS
 
 DEVICES = {
     "apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5"},
+    "apple-tb5-27": {"MLXDIST_SOFT_PROFILE": "apple-tb5-27"},
+    "lossy-apple-tb5-27": {"MLXDIST_SOFT_PROFILE": "apple-tb5-27", "MLXDIST_INJECT_FAULTS": "drop=1/100"},
     "apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd"},
     "losing-apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT_FAULTS": "lose=1/300"},
     "rxe": {"MLXDIST_SOFT_PROFILE": "rxe"},
@@ -16,6 +18,7 @@ DEVICES = {
 
 
 MATRIX = [("apple-tb5", 2), ("apple-tb5", 4), ("rxe", 3), ("lossy", 2), ("lossy", 4), ("lossy-apple-tb5", 3)]
+MATRIX += [("apple-tb5-27", 2), ("apple-tb5-27", 4), ("lossy-apple-tb5-27", 3)]
 MATRIX += [("apple-odd", 2), ("apple-odd", 3), ("losing-apple-odd", 2)]
 
 
@@ -32,6 +35,7 @@ def test_matrix(run_ranks, device, ranks):
     ("profile", "ranks", "faults"),
     [
         pytest.param("apple-tb5", 2, "none", marks=pytest.mark.long),
+        ("apple-tb5-27", 2, "none"),
         ("apple-odd", 2, "none"),
         pytest.param("apple-odd", 3, "drop=1/200,lose=1/500", marks=pytest.mark.long),
         pytest.param("rxe", 2, "none", marks=pytest.mark.long),

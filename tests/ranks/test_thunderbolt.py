@@ -41,6 +41,7 @@ def check_closed(output: str, devices: int) -> None:
     [
         (2, "apple-tb5", 1),
         (3, "apple-tb5-26.2", 1),
+        (2, "apple-tb5-27", 1),
         pytest.param(4, "apple-tb5", 1, marks=pytest.mark.long),
         pytest.param(3, "apple-tb5", 2, marks=pytest.mark.long),
     ],

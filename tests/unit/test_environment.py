@@ -102,7 +102,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, recursive_doubling, tree"]),
         (
             {"MLXDIST_SOFT_PROFILE": "apple"},
-            ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, apple-odd, rxe"],
+            ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, apple-tb5-27, apple-odd, rxe"],
         ),
         ({"MLXDIST_INJECT_FAULTS": "drop=1/100, none"}, ["MLXDIST_INJECT_FAULTS='drop=1/100, none'", "list of faults"]),
         ({"MLXDIST_INJECT_FAULTS": ""}, ["MLXDIST_INJECT_FAULTS=''", "list of faults"]),

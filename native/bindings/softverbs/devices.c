@@ -148,10 +148,10 @@ int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_at
  * a key. */
 #define FIRST_ADDRESS UINT32_C(0xf0000000) /* 240.0.0.0 */
 
-int find_address(struct ibv_ah_attr *peer) {
+int find_address(const struct ibv_context *context, struct ibv_ah_attr *peer) {
   struct in_addr address;
   if (peer->grh.sgid_index > 1) return EINVAL;
-  peer->grh.sgid_index = 0;
+  peer->grh.sgid_index = (uint8_t)soft_memory_gid((const struct soft_context *)context);
   if (!soft_address_from_gid(&peer->grh.dgid, &address)) return 0;
   if (ntohl(address.s_addr) < FIRST_ADDRESS) return ENOENT;
   return segment_find(ntohl(address.s_addr) - FIRST_ADDRESS, &peer->grh.dgid);
@@ -163,7 +163,7 @@ int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ib
     errno = EINVAL;
     return -1;
   }
-  if (verbs_of(context)->query_gid(context, port, 0, gid)) return -1;
+  if (verbs_of(context)->query_gid(context, port, soft_memory_gid(soft_context(context)), gid)) return -1;
   struct in_addr address = {htonl(FIRST_ADDRESS + segment_number(soft_context(context)->segment))};
   if (index == 1) soft_address_to_gid(address, gid);
   return 0;

@@ -67,7 +67,7 @@ static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *found, const struct 
 
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask) {
   struct ibv_qp_attr found = *attr;
-  int error = attr_mask & IBV_QP_AV ? find_address(&found.ah_attr) : 0;
+  int error = attr_mask & IBV_QP_AV ? find_address(qp->context, &found.ah_attr) : 0;
   if (error) return soft_error(error);
   return LOCKED(qp->context, modify_qp(qp, &found, attr, attr_mask));
 }

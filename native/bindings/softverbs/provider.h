@@ -20,4 +20,4 @@ static inline const struct verbs* verbs_of(struct ibv_context* context) {
 
 /* devices.c: replaces IPv4 at both ends by what the provider knows. 0, EINVAL, or ENOENT or EACCES if the peer is not
  * found. */
-int find_address(struct ibv_ah_attr* peer);
+int find_address(const struct ibv_context* context, struct ibv_ah_attr* peer);

@@ -39,9 +39,13 @@ static inline bool soft_receive_is_complete(const struct soft_qp* qp, uint64_t p
 /* The first SEND that has not left leaves, or fails with its queue pair. */
 static inline void soft_complete_send(struct soft_qp* qp, const struct ibv_send_wr* wr, enum ibv_wc_status status) {
   qp->sq_left++;
+  qp->sq_crossed = 0;
   const struct soft_profile* profile = soft_context(qp->verbs.context)->profile;
+  const bool lost = profile->packets && status == IBV_WC_SUCCESS && !soft_message_length(wr);
   if (profile->frames) qp->sq_left_frames += soft_message_frames(wr);
-  if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
+  if (lost)
+    qp->sq_stuck_frames++;
+  else if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
     soft_cq_add(qp, wr, status);
   else if (profile->signaled_only)
     qp->sq_stuck_frames += soft_message_frames(wr);

@@ -101,6 +101,7 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
   uint64_t position = qp->rq_head;
   if (position == qp->rq_posted || !soft_receive_is_complete(qp, position)) return false;
   const struct soft_receive_wr *receive = &qp->receives[position & qp->rq_mask];
+  bool in_part = false;
   *wc = (struct ibv_wc){
       .wr_id = receive->wr_id,
       .status = IBV_WC_WR_FLUSH_ERR,
@@ -117,6 +118,9 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
     if (__builtin_expect(wc->wc_flags & COMPLETED_BY_WRITE, 0)) {
       wc->wc_flags &= ~COMPLETED_BY_WRITE;
       wc->opcode = IBV_WC_RECV_RDMA_WITH_IMM;
+    } else if (wc->wc_flags & COMPLETED_IN_PART) {
+      wc->wc_flags &= ~COMPLETED_IN_PART;
+      in_part = true;
     } else if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length)
       wc->status = IBV_WC_LOC_LEN_ERR;
   }
@@ -126,6 +130,7 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
   qp->rq_head++;
   if (soft_context(qp->verbs.context)->profile->frames) qp->rq_frames -= soft_frames(receive->length);
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
+  if (in_part && wc->status == IBV_WC_SUCCESS) wc->status = IBV_WC_LOC_LEN_ERR;
   if (__builtin_expect(soft_context(qp->verbs.context)->faults.idle_ms, 0)) soft_idle_carried(qp);
   return true;
 }

@@ -102,7 +102,8 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
   bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
   bool bad_range = !addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr;
   bool too_far = context->profile->short_regions && crosses_4_gib(addr, length);
-  if (bad_access || bad_range || too_far || (uintptr_t)addr % alignment(context)) {
+  bool too_long = context->profile->max_mr_size && length > context->profile->max_mr_size;
+  if (bad_access || bad_range || too_far || too_long || (uintptr_t)addr % alignment(context)) {
     errno = EINVAL;
     return NULL;
   }

@@ -19,6 +19,21 @@ static inline uint32_t soft_message_frames(const struct ibv_send_wr* wr) {
   return soft_frames((uint32_t)soft_message_length(wr));
 }
 
+#define SOFT_SEND_IN_PART (1u << 31) /* a flag of our own: more packets of the message are to come */
+
+/* The packet that begins at byte `begin` of a message in one piece, which has more bytes; `piece` is what it points at.
+ */
+static inline struct ibv_send_wr soft_packet(const struct ibv_send_wr* wr, uint32_t begin, struct ibv_sge* piece) {
+  struct ibv_send_wr packet = *wr;
+  uint32_t left = wr->sg_list->length - begin;
+  *piece = (struct ibv_sge){wr->sg_list->addr + begin, left, wr->sg_list->lkey};
+  packet.sg_list = piece;
+  if (left <= SOFT_FRAME_BYTES) return packet;
+  piece->length = SOFT_FRAME_BYTES;
+  packet.send_flags |= SOFT_SEND_IN_PART;
+  return packet;
+}
+
 /* `length` bytes of it, to `to`. */
 static inline void soft_copy_message(char* to, const struct ibv_send_wr* wr, uint32_t length) {
   for (int i = 0; i < wr->num_sge; i++) {

@@ -86,8 +86,8 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   struct soft_context *context = soft_context(pd->context);
   int error = check_init_attr(pd, attr);
   uint32_t place = 0;
-  while (place < SOFT_MAX_QP && context->qps[place]) place++;
-  if (!error && place == SOFT_MAX_QP) error = ENOMEM;
+  while (place < context->profile->max_qp && context->qps[place]) place++;
+  if (!error && place == context->profile->max_qp) error = context->profile->shares_qp ? EBUSY : ENOMEM;
   if (!error && context->tainted) error = EIO;
   if (!error) {
     attr->cap.max_send_wr = queue_depth(context->profile, attr->cap.max_send_wr);
@@ -151,6 +151,7 @@ static void reset(struct soft_qp *qp) {
   leave_peer(qp);
   soft_cq_discard(qp);
   qp->sq_posted = qp->sq_left = qp->sq_retired = 0;
+  qp->sq_crossed = 0;
   qp->sq_posted_frames = qp->sq_left_frames = qp->sq_retired_frames = qp->sq_stuck_frames = 0;
   start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
@@ -217,7 +218,9 @@ static int check_values(const struct soft_context *context, const struct ibv_qp_
   if ((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > QPN_MASK) return EINVAL;
   if (mask & IBV_QP_AV) {
     const struct ibv_ah_attr *ah = &attr->ah_attr;
-    if (!ah->is_global || ah->grh.sgid_index > context->addresses.count || ah->port_num != 1) return EINVAL;
+    int memory = soft_memory_gid(context), index = ah->grh.sgid_index;
+    if (!ah->is_global || index < memory || index > memory + context->addresses.count || ah->port_num != 1)
+      return EINVAL;
   }
   return 0;
 }
@@ -266,7 +269,8 @@ static int connect_by_memory(struct soft_qp *qp, const struct ibv_qp_attr *attr)
 
 /* By the wire that the sender's own address is for. */
 static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
-  return attr->ah_attr.grh.sgid_index ? connect_by_tcp(qp, attr) : connect_by_memory(qp, attr);
+  bool by_tcp = attr->ah_attr.grh.sgid_index != soft_memory_gid(soft_context(qp->verbs.context));
+  return by_tcp ? connect_by_tcp(qp, attr) : connect_by_memory(qp, attr);
 }
 
 /* The sender of a message that was too long has closed the claim: the device, too, fails the queue pair then

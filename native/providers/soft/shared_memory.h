@@ -82,6 +82,7 @@ struct shared_completion {
 };
 
 #define COMPLETED_BY_WRITE (UINT32_C(1) << 31) /* an RDMA_WRITE_WITH_IMM, which leaves the buffer alone */
+#define COMPLETED_IN_PART (UINT32_C(1) << 30)  /* a packet of a SEND, of which more are to come */
 
 /* Completes the receive at `position`, for the process that acts as its network adapter. `imm_data` counts if the flags
  * say so. */

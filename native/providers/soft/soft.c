@@ -51,6 +51,7 @@ static struct ibv_device **list_devices(enum soft_profiles profile, int *num_dev
 LIST(list_ideal, SOFT_IDEAL)
 LIST(list_apple_tb5, SOFT_APPLE_TB5)
 LIST(list_apple_tb5_26_2, SOFT_APPLE_TB5_26_2)
+LIST(list_apple_tb5_27, SOFT_APPLE_TB5_27)
 LIST(list_apple_odd, SOFT_APPLE_ODD)
 LIST(list_rxe, SOFT_RXE)
 
@@ -109,7 +110,7 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
   const struct soft_profile *profile = soft_context(context)->profile;
   *attr = (struct ibv_device_attr){
       .fw_ver = "soft",
-      .max_mr_size = UINT64_MAX,
+      .max_mr_size = profile->max_mr_size ? profile->max_mr_size : UINT64_MAX,
       .page_size_cap = SEGMENT_PAGE,
       .max_qp = (int)profile->max_qp,
       .max_qp_wr = (int)profile->max_wr,
@@ -133,8 +134,8 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
       .state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE,
       .max_mtu = IBV_MTU_4096,
       .active_mtu = profile->active_mtu,
-      .gid_tbl_len = 1 + soft->addresses.count,
-      .max_msg_sz = profile->max_message,
+      .gid_tbl_len = soft_memory_gid(soft) + 1 + soft->addresses.count,
+      .max_msg_sz = soft_max_receive(profile), /* what librdma's table says, too: see verbs/apple.h */
       .pkey_tbl_len = 1,
       .lid = soft->tcp ? ntohs(soft->tcp->port) : 0, /* where peers of other hosts connect to */
       .max_vl_num = 1,
@@ -147,25 +148,37 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
   return 0;
 }
 
-static bool is_gid(const struct ibv_context *context, uint8_t port, int index) {
-  return port == 1 && index >= 0 && index <= ((const struct soft_context *)context)->addresses.count;
+static bool is_gid(const struct soft_context *context, uint8_t port, int index) {
+  return port == 1 && index >= 0 && index <= soft_memory_gid(context) + context->addresses.count;
 }
 
-static int query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
+/* Any bytes but those of an address; they begin like a global one of IPv6, as one in eight does. */
+static union ibv_gid domain_uuid(const struct soft_context *context) {
+  union ibv_gid gid = context->segment->gid;
+  gid.raw[0] = 0x3c;
+  return gid;
+}
+
+static int query_gid(struct ibv_context *verbs, uint8_t port, int index, union ibv_gid *gid) {
+  const struct soft_context *context = soft_context(verbs);
+  int memory = soft_memory_gid(context);
   if (!is_gid(context, port, index)) {
     errno = EINVAL;
     return -1; /* as the library does */
   }
-  if (index == 0)
-    *gid = soft_context(context)->segment->gid;
+  if (index < memory)
+    *gid = domain_uuid(context);
+  else if (index == memory)
+    *gid = context->segment->gid;
   else
-    soft_address_to_gid(soft_context(context)->addresses.list[index - 1], gid);
+    soft_address_to_gid(context->addresses.list[index - memory - 1], gid);
   return 0;
 }
 
 static int query_gid_type(struct ibv_context *context, uint8_t port, int index, enum verbs_gid_type *type) {
-  if (!is_gid(context, port, index)) return soft_error(EINVAL);
-  *type = index == 0 ? VERBS_GID_MEMORY : VERBS_GID_TCP;
+  int memory = soft_memory_gid(soft_context(context));
+  if (!is_gid(soft_context(context), port, index)) return soft_error(EINVAL);
+  *type = index < memory ? VERBS_GID_UNKNOWN : index == memory ? VERBS_GID_MEMORY : VERBS_GID_TCP;
   return 0;
 }
 
@@ -259,6 +272,7 @@ static const struct verbs tables[SOFT_PROFILES] = {
     [SOFT_IDEAL] = TABLE("soft", true, list_ideal),
     [SOFT_APPLE_TB5] = TABLE("soft/apple-tb5", false, list_apple_tb5),
     [SOFT_APPLE_TB5_26_2] = TABLE("soft/apple-tb5-26.2", false, list_apple_tb5_26_2),
+    [SOFT_APPLE_TB5_27] = TABLE("soft/apple-tb5-27", false, list_apple_tb5_27),
     [SOFT_APPLE_ODD] = TABLE("soft/apple-odd", false, list_apple_odd),
     [SOFT_RXE] = TABLE("soft/rxe", false, list_rxe),
 };

@@ -167,7 +167,8 @@ struct soft_qp {
   uint64_t sq_left;                                             /* of those posted: sent, failed or flushed */
   uint64_t sq_retired;                                          /* their slots in the send queue are free again */
   uint64_t sq_posted_frames, sq_left_frames, sq_retired_frames; /* likewise, where frames are counted */
-  uint64_t sq_stuck_frames;  /* of SENDs that never retire, as they were not signaled */
+  uint64_t sq_stuck_frames;  /* of SENDs that never retire, as they were not signaled, or are empty */
+  uint32_t sq_crossed;       /* bytes of the first SEND that has not left: its packets before them have */
   struct soft_send_wr* held; /* a ring of those that were posted and have not left */
   uint32_t sq_mask;
 
@@ -182,6 +183,9 @@ struct soft_qp {
 };
 
 static inline struct soft_context* soft_context(struct ibv_context* context) { return (struct soft_context*)context; }
+
+/* The index of the address in memory; those of TCP are behind it. */
+static inline int soft_memory_gid(const struct soft_context* context) { return context->profile->domain_gid ? 1 : 0; }
 
 static inline struct soft_pd* soft_pd(struct ibv_pd* pd) { return (struct soft_pd*)pd; }
 

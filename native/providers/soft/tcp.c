@@ -71,7 +71,7 @@ int soft_tcp_address(struct soft_qp *qp, const struct ibv_ah_attr *ah) {
   if (!context->tcp || !ah->dlid || !soft_address_from_gid(&ah->grh.dgid, &to)) return EINVAL;
   qp->tcp = calloc(1, sizeof *qp->tcp);
   if (!qp->tcp) return ENOMEM;
-  struct in_addr from = context->addresses.list[ah->grh.sgid_index - 1];
+  struct in_addr from = context->addresses.list[ah->grh.sgid_index - soft_memory_gid(context) - 1];
   qp->tcp->fd = -1;
   qp->tcp->from = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr = from};
   qp->tcp->to = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr = to, .sin_port = htons(ah->dlid)};

@@ -53,7 +53,7 @@ struct tcp_header {
   uint32_t addr[2];  /* high and low half */
 };
 _Static_assert(sizeof(struct tcp_header) == 24, "as it is on the wire");
-enum tcp_kind { TCP_SEND = 1, TCP_SEND_WITH_IMM, TCP_WRITE, TCP_WRITE_WITH_IMM };
+enum tcp_kind { TCP_SEND = 1, TCP_SEND_WITH_IMM, TCP_WRITE, TCP_WRITE_WITH_IMM, TCP_SEND_IN_PART };
 
 static inline bool tcp_is_write(uint32_t kind) { return kind == TCP_WRITE || kind == TCP_WRITE_WITH_IMM; }
 

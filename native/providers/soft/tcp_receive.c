@@ -86,6 +86,7 @@ static void complete(struct soft_qp *qp, const struct tcp_header *header, uint32
   if (status != IBV_WC_SUCCESS) atomic_fetch_or(&shared->claim, CLAIM_CLOSED);
   uint32_t flags = tcp_has_imm(header->kind) ? IBV_WC_WITH_IMM : 0;
   if (tcp_is_write(header->kind)) flags |= COMPLETED_BY_WRITE;
+  if (header->kind == TCP_SEND_IN_PART) flags |= COMPLETED_IN_PART;
   struct shared_completion *completion = &shared->completions[position & qp->rq_mask];
   shared_complete(completion, position, status, header->length, flags, header->imm_data);
 }
@@ -149,7 +150,8 @@ static bool place_message(struct soft_context *context, struct tcp_receiver *rec
 /* false: no peer of ours would send that. */
 static bool check_header(const struct soft_profile *profile, const struct tcp_header *header) {
   bool allowed = header->kind == TCP_SEND || (header->kind == TCP_SEND_WITH_IMM && profile->immediate) ||
-                 (tcp_is_write(header->kind) && profile->writes);
+                 (tcp_is_write(header->kind) && profile->writes) ||
+                 (header->kind == TCP_SEND_IN_PART && profile->packets);
   return allowed && header->length <= profile->max_message;
 }
 

@@ -153,8 +153,9 @@ static void damage(struct soft_context *context, struct tcp_sender *sender, cons
   }
 }
 
-static uint32_t kind_of(enum ibv_wr_opcode opcode) {
-  switch (opcode) {
+static uint32_t kind_of(const struct ibv_send_wr *wr) {
+  if (wr->send_flags & SOFT_SEND_IN_PART) return TCP_SEND_IN_PART;
+  switch (wr->opcode) {
     case IBV_WR_SEND_WITH_IMM: return TCP_SEND_WITH_IMM;
     case IBV_WR_RDMA_WRITE: return TCP_WRITE;
     case IBV_WR_RDMA_WRITE_WITH_IMM: return TCP_WRITE_WITH_IMM;
@@ -169,7 +170,7 @@ bool soft_tcp_begin(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned f
     sender->copies++;
     return true;
   }
-  uint32_t kind = kind_of(wr->opcode);
+  uint32_t kind = kind_of(wr);
   uint64_t addr = tcp_is_write(kind) ? wr->wr.rdma.remote_addr : 0;
   sender->begun = true;
   sender->copies = 1;

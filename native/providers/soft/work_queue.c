@@ -76,6 +76,7 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
     remote->found = false;
   }
   uint32_t flags = wr->opcode == IBV_WR_SEND_WITH_IMM ? IBV_WC_WITH_IMM : 0;
+  if (wr->send_flags & SOFT_SEND_IN_PART) flags |= COMPLETED_IN_PART;
   shared_complete(completion, position, status, length, flags, wr->imm_data);
   /* Posted long ago and still in the peer's cache: fetching it now takes that off the next message's way. */
   __builtin_prefetch(&shared->receives[(position + 1) & remote->mask]);
@@ -156,17 +157,33 @@ static bool must_wait(struct soft_qp *qp) {
 }
 
 /* false: it has to wait. */
+static bool send_now(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status *status) {
+  if (must_wait(qp)) return false;
+  *status = qp->tcp && soft_tcp_has_begun(qp) ? IBV_WC_SUCCESS : send_message(qp, wr);
+  return *status != IBV_WC_SUCCESS || !qp->tcp || soft_tcp_write(qp, wr);
+}
+
+/* Likewise. An empty message has no packet. */
+static bool send_packets(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status *status) {
+  const uint32_t length = (uint32_t)soft_message_length(wr);
+  for (*status = IBV_WC_SUCCESS; *status == IBV_WC_SUCCESS && qp->sq_crossed < length;) {
+    struct ibv_sge piece;
+    const struct ibv_send_wr packet = soft_packet(wr, qp->sq_crossed, &piece);
+    if (!send_now(qp, &packet, status)) return false;
+    qp->sq_crossed += piece.length;
+  }
+  return true;
+}
+
+/* Likewise. */
 static bool execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
   enum ibv_wc_status status;
   if (qp->verbs.state == IBV_QPS_ERR)
     status = IBV_WC_WR_FLUSH_ERR;
   else if (!has_good_keys(qp, wr))
     status = IBV_WC_LOC_PROT_ERR;
-  else if (must_wait(qp))
+  else if (!(soft_context(qp->verbs.context)->profile->packets ? send_packets : send_now)(qp, wr, &status))
     return false;
-  else
-    status = qp->tcp && soft_tcp_has_begun(qp) ? IBV_WC_SUCCESS : send_message(qp, wr);
-  if (status == IBV_WC_SUCCESS && qp->tcp && !soft_tcp_write(qp, wr)) return false;
   soft_complete_send(qp, wr, status);
   return true;
 }

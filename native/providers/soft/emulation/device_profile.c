@@ -16,7 +16,6 @@
 #define APPLE(label, ...)                                                                                              \
   {.name = label,                                                                                                      \
    .devices = SOFT_DEVICES,                                                                                            \
-   .max_qp = 10,                                                                                                       \
    .max_wr = 4095,                                                                                                     \
    .max_send_sge = 1,                                                                                                  \
    .max_pd = 11,                                                                                                       \
@@ -27,7 +26,6 @@
    .mr_alignment = SEGMENT_PAGE,                                                                                       \
    .active_mtu = IBV_MTU_4096,                                                                                         \
    .frames = true,                                                                                                     \
-   .shares_qp = true,                                                                                                  \
    .rnr_wait = true,                                                                                                   \
    .single_peer = true,                                                                                                \
    .strict_order = true,                                                                                               \
@@ -56,14 +54,19 @@
 const struct soft_profile soft_profiles[SOFT_PROFILES] = {
     [SOFT_IDEAL] =
         UNRESTRICTED("ideal", .max_cqe = SOFT_MAX_CQE, .max_message = SOFT_MAX_MESSAGE, .active_mtu = IBV_MTU_4096),
-    [SOFT_APPLE_TB5] = APPLE("apple-tb5", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096),
-    [SOFT_APPLE_TB5_26_2] = APPLE("apple-tb5-26.2", .max_message = SOFT_FRAME_BYTES, .path_mtu = IBV_MTU_1024,
-                                  .region_access = ALL_ACCESS, .access_error = EINVAL),
+    [SOFT_APPLE_TB5] =
+        APPLE("apple-tb5", .max_qp = 10, .shares_qp = true, .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096),
+    [SOFT_APPLE_TB5_26_2] = APPLE("apple-tb5-26.2", .max_qp = 10, .shares_qp = true, .max_message = SOFT_FRAME_BYTES,
+                                  .path_mtu = IBV_MTU_1024, .region_access = ALL_ACCESS, .access_error = EINVAL),
+    /* As MCDMA measured two M3 Ultras with macOS 27.0. TN3205 and JACCL have larger receives. */
+    [SOFT_APPLE_TB5_27] =
+        APPLE("apple-tb5-27", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096, .packets = true, .domain_gid = true,
+              .max_mr_size = 0xfa0000, .region_access = IBV_ACCESS_LOCAL_WRITE, .access_error = EINVAL, .max_qp = 3),
     /* JACCL, llama.cpp and ds4 run on Thunderbolt. They pass all access flags, signal every SEND, and read neither
      * byte_len nor how deep a queue is, so nothing says that anything else works there. */
-    [SOFT_APPLE_ODD] = APPLE("apple-odd", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096,
-                             .region_access = ALL_ACCESS, .queue_pair_access = ALL_ACCESS, .no_length = true,
-                             .no_depth = true, .signaled_only = true, .leaks_domains = true),
+    [SOFT_APPLE_ODD] = APPLE("apple-odd", .max_qp = 10, .shares_qp = true, .max_message = MOST_FRAMES,
+                             .path_mtu = IBV_MTU_4096, .region_access = ALL_ACCESS, .queue_pair_access = ALL_ACCESS,
+                             .no_length = true, .no_depth = true, .signaled_only = true, .leaks_domains = true),
     /* Linux, drivers/infiniband/sw/rxe: rxe_param.h allows more queue pairs, regions and entries than there is room for
      * here; rxe_resp.c drops what is too long for a receive of UC. */
     [SOFT_RXE] = UNRESTRICTED("rxe", .max_cqe = 1 << 15, .max_message = 8 << 20, .active_mtu = IBV_MTU_1024,
