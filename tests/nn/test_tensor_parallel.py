@@ -20,6 +20,15 @@ def test_parallel_layers_compute_and_train_as_the_full_layers(run_ranks, ranks):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parallel_layers_over_packets(run_ranks, ranks):
+    """On devices that play those of macOS 27, where each packet of 4 KiB is a message."""
+    environment = {"MLXDIST_SOFT_PROFILE": "apple-tb5-27"}
+    outputs = run_ranks("tensor_parallel.py", ranks, *SCENARIOS, timeout=240, environment=environment)
+    assert all("close" in output for output in outputs)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_form_also_compiled(run_ranks, ranks):
     """All group sizes, and mx.compile of every case."""

@@ -5,7 +5,7 @@ import pytest
 import tiny_models
 from mlx_lm.generate import BatchGenerator, generate_step
 from overlapping import ANSWER, PROMPTS
-from serving import NOT_BATCHED, save_model_folder
+from serving import NOT_BATCHED, require_answers, save_model_folder
 
 from mlxdist.serve.worker import PROMPTS_ALONE, REQUESTS_ALONE
 
@@ -21,6 +21,13 @@ def test_every_model_on_two_ranks(run_ranks, tmp_path):
     for output in run_ranks("served_models.py", 2, tmp_path, *KINDS, timeout=600):
         found = dict(line.split(": ", 1) for line in output.splitlines() if line.partition(":")[0] in KINDS)
         assert found == {kind: "refused" if kind in NOT_BATCHED else "served" for kind in KINDS}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_over_packets(tmp_path, ranks):
+    """On devices that play those of macOS 27, where each packet of 4 KiB is a message."""
+    folder = save_model_folder(tmp_path / "model", num_attention_heads=8, num_key_value_heads=4)
+    require_answers(folder, ranks, MLXDIST_SOFT_PROFILE="apple-tb5-27")
 
 
 @pytest.mark.parametrize("kind", [*PROMPTS_ALONE, *REQUESTS_ALONE])

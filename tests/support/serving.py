@@ -126,10 +126,14 @@ def random_request(generator: random.Random) -> dict:
 
 
 def require_answers(
-    folder: Path, ranks: int, *options: object, make_cache: Callable[[nn.Module], list] = make_prompt_cache
+    folder: Path,
+    ranks: int,
+    *options: object,
+    make_cache: Callable[[nn.Module], list] = make_prompt_cache,
+    **variables: str,
 ) -> list[str]:
     """A server answers as mlx-lm on one process: requests at the same time, with places for some of them; and again,
-    from the prefix cache. Returns what it has printed."""
+    from the prefix cache. Returns what it has printed. ``variables``: of its environment."""
     model, tokenizer = load(str(folder))
     prompts = [f"{number} question of a client" + " who asks at length" * (number % 4) for number in range(8)]
     expected = []
@@ -137,7 +141,7 @@ def require_answers(
         made = stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=make_cache(model))
         expected.append("".join(response.text for response in made).rstrip("\ufffd"))
     options = ("--decode-concurrency", 3, "--prefill-step-size", 16, *options)
-    with ServerProcess(folder, ranks, *options) as server, ThreadPoolExecutor(8) as threads:
+    with ServerProcess(folder, ranks, *options, **variables) as server, ThreadPoolExecutor(8) as threads:
         for _ in range(2):
             found = list(threads.map(lambda prompt: server.text(prompt, 20), prompts))
             assert [text.rstrip("\ufffd") for text in found] == expected
