@@ -17,8 +17,8 @@ FACTORIES = {
     nn.ExpertParallelSwitchGLU: "ExpertParallelSwitchGLU.from_switch",
     nn.SplitBlock: "SplitBlock.from_layer",
     nn.SplitModel: "SplitModel.from_model",
-    nn.Stage: "mlxdist.nn.pipeline_parallel",
-    expert_parallel.DispatchHandle: "mlxdist.nn.expert_parallel.dispatch",
+    nn.Stage: "pipeline_parallel",
+    expert_parallel.DispatchHandle: "dispatch",
 }
 
 

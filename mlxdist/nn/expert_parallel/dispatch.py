@@ -69,7 +69,7 @@ class DispatchHandle(metaclass=Opaque):
     times, in the same order on all ranks. It holds no rows itself.
     """
 
-    _made_by = "mlxdist.nn.expert_parallel.dispatch"
+    _made_by = "dispatch"
 
     def __init__(self, group: Group, sent: Outgoing, rows: list[int], pairs: list[int], received: np.ndarray) -> None:
         self.group = group

@@ -33,7 +33,7 @@ class Stage(metaclass=Opaque):
         chunks: the layers of this rank, a range for each of its virtual stages.
     """
 
-    _made_by = "mlxdist.nn.pipeline_parallel"
+    _made_by = "pipeline_parallel"
 
     def __init__(self, stage_plan: StagePlan, group: Group, calls: StageCalls, parameters: StageParameters) -> None:
         self.group, self.stage_plan = group, stage_plan
