@@ -36,6 +36,7 @@ prefix_tree.py      the prefix cache, a radix tree over tokens; cache_blocks.py:
 prefix_disk.py      its disk tier
 quantized_cache.py  KV caches of a few bits in batches
 row_caches.py       values of the rows of a batch; adapters.py: the adapter of each row
+sliding_windows.py  a mend of mlx-lm's batches of them
 prompt_logprobs.py  log-probabilities of the tokens of prompts
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance

@@ -17,6 +17,7 @@ from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
 
 from .answer import Token
 from .row_caches import RowCache
+from .sliding_windows import put_in_order
 
 __all__ = ["PromptLogprobs", "ScoredModel", "ScoresCache"]
 
@@ -121,6 +122,8 @@ class ScoredModel(nn.Module):
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the model. Where log-probabilities are wanted, those of the last part of ``tokens``."""
         *own, scores = cache
+        if tokens.shape[1] > 1:
+            put_in_order(own)
         if not scores.are_wanted:
             logits: mx.array = self.model(tokens, cache=own)
             return logits

@@ -171,6 +171,18 @@ def test_a_request_that_comes_while_another_with_its_system_prompt_is_computed(t
     assert client.cached == {0: 0, 1: 0, 2: 100}
 
 
+@pytest.mark.parametrize("kind", WITH_STATES)
+@pytest.mark.parametrize("later", [5, 6, 7])
+def test_a_prompt_that_begins_with_a_segment_of_one_token(tokenizer, kind, later):
+    """It comes while another one has its last chunks, so that a sliding window is full, and rotates, for one token."""
+    generator, model = random.Random(8), model_of(kind)
+    client = Client(Worker(model, tokenizer, BatchLimits(prefill_step_size=16)))
+    prompts = [words(generator, 95), words(generator, 25)]
+    requests = [client.request(prompts[0]), client.request(prompts[1], 1)]
+    answers = run(client.worker, [requests[0]], *[[]] * (later - 1), [requests[1]], cached=client.cached)
+    assert [answers[number] for number in range(2)] == [alone(model, prompt) for prompt in prompts]
+
+
 @pytest.mark.parametrize("when", ["while it runs", "after its end"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_turn_after_a_stop_word(tokenizer, kind, when):
