@@ -7,6 +7,7 @@ from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
+from mlxdist.runtime.devices.links import Ports
 from mlxdist.runtime.devices.paths import Path
 from mlxdist.tools.doctor.checks import run_checks
 from mlxdist.tools.doctor.checks.files import check_model, check_script
@@ -458,21 +459,22 @@ def test_links():
 
 
 @pytest.mark.parametrize(
-    ("provider", "path", "rate", "good", "link"),
+    ("path", "are_thunderbolt", "rate", "good", "link"),
     [
-        ("librdma", Path.RDMA, 80, 6.5e9, "Thunderbolt 5 at 80 Gbit/s"),
-        ("librdma", Path.RDMA, 160, 11.9e9, "Thunderbolt 5 at 160 Gbit/s"),
-        ("librdma", Path.RDMA, 40, 1.9e9, "Thunderbolt 4 at 40 Gbit/s"),
-        ("ibverbs", Path.RDMA, 100, 11e9, "RDMA at 100 Gbit/s"),
-        ("soft", Path.TCP, 1, 0.118e9, "TCP at 1 Gbit/s"),
-        ("soft", Path.TCP, 100, 1.2e9, "TCP at 100 Gbit/s"),
+        (Path.RDMA, True, 80, 6.5e9, "Thunderbolt 5 at 80 Gbit/s"),
+        (Path.RDMA, True, 160, 11.9e9, "Thunderbolt 5 at 160 Gbit/s"),
+        (Path.RDMA, True, 40, 1.9e9, "Thunderbolt 4 at 40 Gbit/s"),
+        (Path.RDMA, False, 100, 11e9, "RDMA at 100 Gbit/s"),
+        (Path.TCP, False, 1, 0.118e9, "TCP at 1 Gbit/s"),
+        (Path.TCP, False, 100, 1.2e9, "TCP at 100 Gbit/s"),
     ],
 )
-def test_bandwidth_of_two_hosts_is_compared_with_their_ports(provider, path, rate, good, link):
+def test_bandwidth_of_two_hosts_is_compared_with_their_ports(path, are_thunderbolt, rate, good, link):
     """Two hosts have no other pair to be slower than: a cable at half of its rate was "ok"."""
     pair = ("a", "b")
-    job = {"hosts": pair, "provider": provider, "paths": dict.fromkeys((pair, pair[::-1]), path)}
-    found = after(**job, rates=dict.fromkeys((pair, pair[::-1]), float(rate) if path is Path.RDMA else 0.0))
+    ports = Ports(float(rate), are_thunderbolt) if path is Path.RDMA else Ports()
+    ways = (pair, pair[::-1])
+    found = after(hosts=pair, paths=dict.fromkeys(ways, path), ports=dict.fromkeys(ways, ports))
     ends = [dict(zip(("source", "target"), ends)) for ends in (pair, pair[::-1])]
     found.attempts = [ConnectAttempt(**end, address="10.0.0.1", kind="ethernet", speed=1000 * rate) for end in ends]
     found.job = dataclasses.replace(found.job, bandwidth={pair: good, pair[::-1]: good})
@@ -486,7 +488,8 @@ def test_bandwidth_of_two_hosts_is_compared_with_their_ports(provider, path, rat
 
 def test_bandwidth_without_a_rate_is_compared_with_the_others():
     ways = (("a", "b"), ("b", "a"))
-    found = after(hosts=("a", "b"), paths=dict.fromkeys(ways, Path.TCP), bandwidth=dict.fromkeys(ways, 1e7))
+    links = {"paths": dict.fromkeys(ways, Path.TCP), "ports": dict.fromkeys(ways, Ports())}
+    found = after(hosts=("a", "b"), **links, bandwidth=dict.fromkeys(ways, 1e7))
     found.attempts = [ConnectAttempt(*way, address="10.0.0.1", kind="wifi", speed=1000) for way in ways]
     assert not of(check_bandwidth(found))
 

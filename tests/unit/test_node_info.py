@@ -1,5 +1,7 @@
 """What ranks send about their nodes and devices arrives as it was sent, and nothing malformed is accepted."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from node_infos import MEMORY, device, gid, node, worlds
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.runtime.devices.device import GID_TYPES
-from mlxdist.runtime.devices.links import choose
+from mlxdist.runtime.devices.links import Ports, choose
 from mlxdist.runtime.devices.node_info import NodeInfo
 
 
@@ -21,6 +23,30 @@ def test_nodes_arrive_as_they_were_sent(nodes):
     ranks = range(len(nodes))
     arrived = [NodeInfo.unpack(sent.pack()) for sent in nodes]
     assert [choose(arrived, rank).links for rank in ranks] == [choose(nodes, rank).links for rank in ranks]
+
+
+def test_ports_are_those_of_devices_that_were_sent():
+    """Two cables, each as fast as its slower end; a device that does not say its rate leaves none."""
+    fast, slow, silent, thunderbolt = (
+        {"speed": 200.0},
+        {"speed": 100.0},
+        {},
+        {"speed": 80.0, "link_layer": "Thunderbolt"},
+    )
+
+    def ports(*ends: tuple[dict, dict]) -> Ports:
+        nodes = []
+        for end, host in enumerate("ab"):
+            cables = enumerate(pair[end] for pair in ends)
+            made = (replace(device(f"x{cable}", gid(1, f"10.0.{cable}.{end + 1}")), **port) for cable, port in cables)
+            nodes.append(NodeInfo.unpack(node(host, *made).pack()))
+        found = [choose(nodes, rank, links_per_peer=2).ports[1 - rank] for rank in (0, 1)]
+        assert found[0] == found[1]
+        return found[0]
+
+    assert ports((fast, slow)) == Ports(100.0) and ports((fast, slow), (fast, fast)) == Ports(300.0)
+    assert ports((fast, silent)) == Ports() and ports((fast, fast), (fast, silent)) == Ports()
+    assert ports((thunderbolt, thunderbolt)) == Ports(80.0, True) and ports((thunderbolt, fast)) == Ports(80.0)
 
 
 @settings(deadline=None)

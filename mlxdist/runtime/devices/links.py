@@ -8,6 +8,7 @@ import ipaddress
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.device_map import DeviceMap
@@ -18,7 +19,7 @@ from .gids import Nearness, Route, find_route
 from .node_info import NodeInfo
 from .paths import Path
 
-__all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "choose"]
+__all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "Ports", "choose"]
 
 MAX_LINKS = 2  # MLXDIST_MAX_LINKS of mlxdist.h
 
@@ -34,19 +35,26 @@ class Link:
     gid_index: int
 
 
+class Ports(NamedTuple):
+    """The ports that connect two ranks. ``rate``: of all links together, in Gbit/s one way; 0 if one does not say."""
+
+    rate: float = 0.0
+    are_thunderbolt: bool = False
+
+
 @dataclass(frozen=True)
 class Choice:
     """The links that one rank uses.
 
-    ``links``: those to each rank, at most two; ``paths``: what they are; ``rates``: of their ports together, in Gbit/s
-    one way, 0 where a port does not say it. There are no links to the rank itself, and to a rank that the device map
-    has no link to, when the user requires RDMA. ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs of
-    ranks, both ways, that are connected at all; None where every pair is.
+    ``links``: those to each rank, at most two; ``paths``: what they are; ``ports``: what they go through. There are no
+    links to the rank itself, and to a rank that the device map has no link to, when the user requires RDMA.
+    ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs of ranks, both ways, that are connected at all;
+    None where every pair is.
     """
 
     links: tuple[tuple[Link, ...], ...]
     paths: tuple[Path, ...]
-    rates: tuple[float, ...]
+    ports: tuple[Ports, ...]
     summary: str
     reason: str
     adjacency: frozenset[tuple[int, int]] | None = None
@@ -79,16 +87,16 @@ def choose(
     """
     chooser = _Chooser(nodes, provider, device_map, min(links_per_peer, MAX_LINKS), soft_transport)
     links: list[tuple[Link, ...]] = []
-    rates: list[float] = []
+    ports: list[Ports] = []
     for peer in range(len(nodes)):
         low, high = min(rank, peer), max(rank, peer)
         ends = [] if peer == rank else chooser.connect(low, high)
         links.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
-        rates.append(_rate(nodes[low], nodes[high], ends))
+        ports.append(_ports(nodes[low], nodes[high], ends))
     providers = sorted({link.provider for to_peer in links for link in to_peer}) or ["soft"]
     reason = _reason(nodes, rank, provider, links, chooser.without_rdma)
     paths = tuple(_path(nodes[rank], node, to_node, soft_transport) for node, to_node in zip(nodes, links))
-    return Choice(tuple(links), paths, tuple(rates), "+".join(providers), reason, chooser.adjacency())
+    return Choice(tuple(links), paths, tuple(ports), "+".join(providers), reason, chooser.adjacency())
 
 
 class _Chooser:
@@ -275,11 +283,13 @@ class _Chooser:
         return f"rank {low} on {self._nodes[low].host} and rank {high} on {self._nodes[high].host}"
 
 
-def _rate(near: NodeInfo, far: NodeInfo, ends: Sequence[_Ends]) -> float:
-    """The sum over links of the rate of the slower port; 0 if it is not known of one of them."""
-    speeds = [{(device.provider, device.name): device.speed or 0.0 for device in node.devices} for node in (near, far)]
-    rates = [min(speed[end.provider, end.device] for speed, end in zip(speeds, pair)) for pair in ends]
-    return sum(rates) if all(rates) else 0.0
+def _ports(near: NodeInfo, far: NodeInfo, ends: Sequence[_Ends]) -> Ports:
+    """The ports at the ends of links. The rate of a link is that of its slower port."""
+    devices = [{(device.provider, device.name): device for device in node.devices} for node in (near, far)]
+    pairs = [[named[end.provider, end.device] for named, end in zip(devices, pair)] for pair in ends]
+    rates = [min(device.speed or 0.0 for device in pair) for pair in pairs]
+    are_thunderbolt = bool(pairs) and all(device.is_thunderbolt for pair in pairs for device in pair)
+    return Ports(sum(rates) if all(rates) else 0.0, are_thunderbolt)
 
 
 def _path(here: NodeInfo, there: NodeInfo, links: tuple[Link, ...], soft_transport: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import fields_of, hex_bytes, list_of, number, one_of, or_null, plain_text, row_of
+from mlxdist.base.validation import fields_of, hex_bytes, list_of, number, one_of, or_null, plain_text, positive, row_of
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
@@ -18,6 +18,7 @@ _MAX_BYTES = 64 * 1024
 _MAX_DEVICES = 64
 _MAX_TEXT = 255
 _MAX_INDEX = 255  # sgid_index of an address handle is a byte
+_MAX_SPEED = 1e6  # Gbit/s
 _NAME_BYTES = 63
 _PROVIDERS = ("soft", "ibverbs", "librdma")
 
@@ -96,6 +97,7 @@ def _pack_device(device: Device) -> dict[str, Any]:
         "error": device.error[:_MAX_TEXT],
         "state": device.state,
         "link_layer": device.link_layer,
+        "speed": device.speed,
         "max_qp": max(0, device.limits.get("max_qp", 0)),
         "gids": [[gid.index, gid.type, gid.address.hex(), gid.prefix] for gid in gids],
     }
@@ -122,6 +124,7 @@ _DEVICE = {
     "error": plain_text(_MAX_TEXT),
     "state": plain_text(_MAX_TEXT),
     "link_layer": plain_text(_MAX_TEXT),
+    "speed": or_null(positive(_MAX_SPEED)),
     "max_qp": number(0, 2**31 - 1),
     "gids": list_of(_gid, _MAX_INDEX + 1),
 }

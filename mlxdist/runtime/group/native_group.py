@@ -14,7 +14,7 @@ from mlxdist.base.environment import ALGORITHMS, Environment
 
 from ..devices import device_selection
 from ..devices.device_selection import DeviceSelection
-from ..devices.links import Choice
+from ..devices.links import Choice, Ports
 from ..devices.paths import Path
 from ..native import check, ffi, lib
 from ..rendezvous import Rendezvous
@@ -38,7 +38,7 @@ class NativeGroup:
         self.provider_reason = "a group of one"
         # to each rank
         self.paths = (Path.SHARED_MEMORY,) * environment.world_size
-        self.rates = (0.0,) * environment.world_size  # of ports, in Gbit/s; 0 where they are not known
+        self.ports = (Ports(),) * environment.world_size
         self._environment = environment
         self._host = host
         self._lock = threading.Lock()  # guards the end of the pointer
@@ -56,7 +56,7 @@ class NativeGroup:
         if choice is None:
             self.provider_reason = device_selection.ONE_HOST
         else:
-            self.provider_reason, self.paths, self.rates = choice.reason, choice.paths, choice.rates
+            self.provider_reason, self.paths, self.ports = choice.reason, choice.paths, choice.ports
         if environment.topology is not None:
             own = environment.rank
             linked = [rank == own or (own, rank) in environment.topology for rank in range(environment.world_size)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxdist.cluster.hostfile.hosts import Host
+from mlxdist.runtime.devices.links import Ports
 from mlxdist.runtime.devices.paths import Path
 
 __all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
@@ -71,7 +72,7 @@ class Job:
     # from the first host of the pair to the second
     bandwidth: Mapping[tuple[str, str], float] = field(default_factory=dict)  # bytes a second
     paths: Mapping[tuple[str, str], Path] = field(default_factory=dict)
-    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of ports for RDMA, Gbit/s; 0 if not known
+    ports: Mapping[tuple[str, str], Ports] = field(default_factory=dict)
 
 
 @dataclass

@@ -33,11 +33,12 @@ def expected_bandwidth(cluster: Cluster, pair: tuple[str, str]) -> Expected | No
     path = job.paths.get(pair) if job else None
     if job is None or path not in (Path.RDMA, Path.TCP):
         return None
-    rate = given or (job.rates.get(pair, 0.0) if path is Path.RDMA else _rate_of_interfaces(cluster, pair))
+    ports = job.ports[pair]
+    rate = given or (ports.rate if path is Path.RDMA else _rate_of_interfaces(cluster, pair))
     if not rate:
         return None
     kind, share = path.label, _OTHERS
-    if path is Path.RDMA and "librdma" in job.provider:
+    if path is Path.RDMA and ports.are_thunderbolt:
         kind, share = ("Thunderbolt 5", _THUNDERBOLT_5) if rate > 40 else ("Thunderbolt 4", _THUNDERBOLT_4)
     usable = rate if path is Path.RDMA else min(rate, _FASTEST_TCP)
     return Expected(share * usable * 1e9 / 8, f"{kind} at {rate:g} Gbit/s")

@@ -13,6 +13,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
+from mlxdist.runtime.devices.links import Ports
 from mlxdist.runtime.devices.paths import Path
 
 from .checks.variables import FAST_SYNCH
@@ -131,8 +132,8 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
         reason=found["reason"],
         latency={pair: latency for pair, (latency, *_) in pairs.items()},
         bandwidth={pair: bandwidth for pair, (_, bandwidth, *_) in pairs.items()},
-        paths={pair: Path(int(path)) for pair, (*_, path, _) in pairs.items()},
-        rates={pair: rate for pair, (*_, rate) in pairs.items()},
+        paths={pair: Path(int(path)) for pair, (_, _, path, *_) in pairs.items()},
+        ports={pair: Ports(rate, bool(thunderbolt)) for pair, (*_, rate, thunderbolt) in pairs.items()},
     )
 
 

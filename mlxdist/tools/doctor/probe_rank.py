@@ -72,10 +72,10 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
-    """[from, to, microseconds one way, bytes per second, `Path`, Gbit/s of the ports or 0] for each pair of hosts, in
-    both directions; on every rank."""
+    """[from, to, microseconds one way, bytes per second, `Path`, fields of `Ports`] for each pair of hosts, in both
+    directions; on every rank."""
     count = len(leaders)
-    found = np.zeros((count, count, 4))
+    found = np.zeros((count, count, 5))
     native_group = engine_of(world).world.native_group
     for pairs in rounds(count):
         world.barrier()
@@ -92,9 +92,9 @@ def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
                     what = f"what rank {world.rank()} has received from rank {leaders[source]} is not what was sent"
                     raise RuntimeError(what)
                 peer = leaders[source]
-                path, rate = native_group.paths[peer], native_group.rates[peer]
+                path, ports = native_group.paths[peer], native_group.ports[peer]
                 # on one rank, so the sum has each once
-                found[source, target] = latency * 1e6, link["median"] * 1e9, path, rate
+                found[source, target] = latency * 1e6, link["median"] * 1e9, path, *ports
     found = mlxdist.all_sum(found, group=world)
     return [[a, b, *map(float, found[a, b])] for a in range(count) for b in range(count) if a != b]
 

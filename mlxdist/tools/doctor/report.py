@@ -64,7 +64,8 @@ def as_json(cluster: Cluster, results: Sequence[Result], failed: Sequence[str]) 
     found = {"verdict": str(_worst(results)), "hosts": cluster.names, "failed": list(failed), "checks": checks}
     if (job := cluster.job) is None:
         return found | {"job": None}
-    pairs = {"latency_us": job.latency, "bandwidth": job.bandwidth, "port_gigabits": job.rates}
+    rates = {pair: ports.rate for pair, ports in job.ports.items()}
+    pairs = {"latency_us": job.latency, "bandwidth": job.bandwidth, "port_gigabits": rates}
     links = {
         name: [{"from": a, "to": b, "value": value} for (a, b), value in values.items()]
         for name, values in pairs.items()
