@@ -142,16 +142,16 @@ static int query_gid(struct ibv_context *context, uint8_t port, int index, union
 }
 
 static int query_gid_type(struct ibv_context *context, uint8_t port, int index, enum verbs_gid_type *type) {
-  struct ibv_port_attr attr;
-  int error = query_port(context, port, &attr);
   *type = VERBS_GID_UNKNOWN;
-  if (error || attr.link_layer == IBV_LINK_LAYER_THUNDERBOLT) return error;
   if (optional.query_gid_ex) {
     struct ibv_gid_entry entry = {0};
-    error = optional.query_gid_ex(context, port, (uint32_t)index, &entry, 0, sizeof entry);
+    int error = optional.query_gid_ex(context, port, (uint32_t)index, &entry, 0, sizeof entry);
     if (!error) *type = gid_type_of_entry(&entry);
     if (error != EOPNOTSUPP && error != ENOSYS) return error;
   }
+  struct ibv_port_attr attr;
+  int error = query_port(context, port, &attr);
+  if (error || attr.link_layer == IBV_LINK_LAYER_THUNDERBOLT) return error;
   return gid_type_of_file(context->device->ibdev_path, port, index, attr.link_layer, type);
 }
 
