@@ -41,7 +41,7 @@ print("exact", flush=True)
 
 @pytest.fixture
 def networks():
-    """Of each host its end of the data network, and of the control network."""
+    """Two hosts on two networks: each host's ends of the data network and of the control network."""
     with two_hosts(late=False) as data, control_network(data) as control:
         yield data, control
 
@@ -86,7 +86,7 @@ def test_a_job_survives_an_outage_of_the_control_network(networks, tmp_path, sec
 
 @pytest.mark.parametrize("what", ["busy", "idle"])
 def test_a_host_that_is_silent_on_both_networks_is_lost(networks, tmp_path, what):
-    """By the deadline for the control connection alone, as where there is no data path: no second one follows."""
+    """The deadline for the control connection alone finds it, as where there is no data path: no second one follows."""
     data, control = networks
     with started(control, what, tmp_path / "stop", "tcp") as ranks:
         for end in (data[1], control[1]):

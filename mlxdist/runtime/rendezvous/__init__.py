@@ -1,8 +1,8 @@
 """The side channel of a job: an authenticated TCP connection from every rank to rank 0.
 
 Over it the ranks find each other, exchange the addresses of their queue pairs (all at once, or two of them when they
-need it), and learn when one of them has died, failed or left. A connection that the
-network has cut is made again. The payload of collectives never travels here.
+need it), and learn when one of them has died, failed or left. A connection that the network has lost is made again. The
+payload of collectives never travels here.
 
     rendezvous.py       what a rank calls
     startup_step.py     a step that fails on all ranks where it fails on one

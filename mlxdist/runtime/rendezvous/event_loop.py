@@ -173,7 +173,7 @@ class Connection:
         self._write(kind, payload)
 
     def replace(self, previous: "Connection") -> None:
-        """Continues ``previous``: sends again what its peer has not acknowledged."""
+        """Continues ``previous``: retransmits what its peer has not acknowledged."""
         previous.close()
         self.received = self._announced = previous.received
         self._unacknowledged, self._acknowledged = previous._unacknowledged, previous._acknowledged
@@ -187,7 +187,7 @@ class Connection:
             self._flush()
 
     def acknowledge(self, received: int) -> None:
-        """Forgets the first ``received`` reliable frames. Raises ProtocolError: so many have not been sent."""
+        """Forgets the first ``received`` reliable frames. Raises ProtocolError: fewer have been sent."""
         if not 0 <= received - self._acknowledged <= len(self._unacknowledged):
             raise ProtocolError(f"an acknowledgement of {received} frames")
         for _ in range(received - self._acknowledged):

@@ -77,7 +77,7 @@ def is_outage(error: OSError | ProtocolError | None, was_silent: bool) -> bool:
 
 
 def how_lost(error: OSError | ProtocolError | None) -> str:
-    """What is known of a rank whose connection was lost by ``error``, in words that follow its name."""
+    """Says what is known of a rank whose connection was lost by ``error``, in words that follow its name."""
     if isinstance(error, ProtocolError):
         return f"was cut off: it sent {error}"
     return "has died or closed its connection"

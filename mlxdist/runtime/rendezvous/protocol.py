@@ -4,8 +4,8 @@
 
 Before authentication (authentication.py) a frame has at most 4 KiB and no tag. From then on every frame carries a tag
 made with a key of this connection and a counter. Frames of the kinds in ``RELIABLE`` are kept until the receiver has
-acknowledged them by RECEIVED, and are sent again where a connection replaces one that was cut. Nothing is unpickled:
-payloads are text, JSON or the caller's bytes.
+acknowledged them by RECEIVED, and are retransmitted where a connection replaces one that was lost. Nothing is
+unpickled: payloads are text, JSON or the caller's bytes.
 """
 
 import enum

@@ -479,7 +479,7 @@ def exit_status_of(environment: Environment, rank: int) -> str | None:
 
 
 def why_lost(environment: Environment, rank: int, signs: SignsOfLife) -> str | None:
-    """What is known of a rank that is cut off and does not come back, in words that follow its name; None: it may."""
+    """Says why a rank that is cut off will not come back, in words that follow its name; None: it may."""
     if status := exit_status_of(environment, rank):
         return f"has ended with exit status {status}"
     return str(signs) if signs.is_lost else None
