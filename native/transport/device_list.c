@@ -70,7 +70,9 @@ static void find_interface_of_ipv4(mlxdist_gid *gid, const struct ifaddrs *inter
 /* Apple calls the device of the Thunderbolt port en2 rdma_en2; the rest is Linux. */
 static void find_interface_of_device(mlxdist_gid *gid, const mlxdist_device *device) {
   if (device->link_layer == IBV_LINK_LAYER_THUNDERBOLT) {
-    if (strncmp(device->name, "rdma_", 5) == 0) snprintf(gid->interface, sizeof gid->interface, "%s", device->name + 5);
+    size_t length = strnlen(device->name, sizeof device->name);
+    if (strncmp(device->name, "rdma_", 5) == 0 && length - 5 < sizeof gid->interface)
+      memcpy(gid->interface, device->name + 5, length - 5); /* the rest is zero */
     return;
   }
   char path[192];
