@@ -268,6 +268,7 @@ def serve(
             more = ["--application", follower.address]
             max_restarts = _RESTARTS if max_restarts is None else max_restarts
         launcher = ["--max-restarts", str(max_restarts or 0), "--drain", str(given["drain"])]
+        launcher += ["--control-grace", "15"]  # users wait, and ranks that get no requests have nothing to go on with
         start_ranks(context, model, ranks, selection, given, launcher=launcher, more=more, follower=follower)
         return
     if max_restarts is not None:

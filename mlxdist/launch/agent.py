@@ -133,6 +133,8 @@ class Agent:
             self._leave_at = math.inf
         if kind == JobFrame.START and self._job is not None:
             self._start(self._job, unpack_json(payload))
+        elif kind == JobFrame.PING and not self._writer.is_full(MAX_BACKLOG):  # else output is on its way, and answers
+            self._put(pack(JobFrame.PONG))
         elif kind == JobFrame.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == JobFrame.GONE and self._job is not None:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,13 @@ _STEP = 0.1  # between two looks at whether the user has given up
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
 # Seconds after the ranks' grace period in which agents report that no process is left.
 _END_SECONDS = 15.0
-# A host that receives nothing from the launcher for this long ends its ranks. A sleeping or stopped (Ctrl-Z) launcher
-# sends nothing, too.
-SILENCE_SECONDS = 60.0
-_PINGS = 12  # in that time
+# Without --control-grace. Ranks of mlxdist notice by themselves that a host is lost; those of other backends do not.
+_CONTROL_GRACE, _CONTROL_GRACE_OF_OTHERS = 300.0, 15.0
+# An agent ends its ranks that much later than ssh gives up. TCP repeats what was lost at intervals that double: a
+# connection is back later than its network. A sleeping or stopped (Ctrl-Z) launcher sends nothing, too.
+AGENT_SECONDS = 45.0
+_PING_SECONDS = 5.0
+_SILENT_SECONDS = 15.0  # without an answer, until the user is told
 
 
 class HostsJob:
@@ -70,13 +73,17 @@ class HostsJob:
         self._changed = threading.Condition()
         self._wakeup = wakeup
         look_up(host.name for host in hostfile.hosts)
-        ssh_config = plan.ssh_config or SshConfig()
+        usual = _CONTROL_GRACE if plan.backend.name == "mlxdist" else _CONTROL_GRACE_OF_OTHERS
+        self._control_grace = usual if plan.options.control_grace is None else plan.options.control_grace
+        self._agent_silence = self._control_grace + AGENT_SECONDS
+        ssh_config = replace(plan.ssh_config or SshConfig(), silence=self._control_grace)
         self._hosts = [RemoteHost(host, ssh_config, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at = math.inf
         self._say = say
         self._has_follower = has_follower
         self._reported: list[RemoteHost] = []  # hosts whose failure has been printed
+        self._silent: dict[RemoteHost, float] = {}  # the time of the last answer
         self._is_over = threading.Event()
         self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
         self._stopped: list[tuple[signal.Signals, str]] = []  # signals that have come to hosts
@@ -84,7 +91,7 @@ class HostsJob:
             "variables": plan.variables,
             "directory": plan.directory,
             "mpi_shim": plan.backend.name == "mlxdist",
-            "silence": SILENCE_SECONDS,
+            "silence": self._agent_silence,
         }
         self._start = {  # of `LocalJob`, on each host
             "name": name,
@@ -119,17 +126,34 @@ class HostsJob:
         self._undo.close()
 
     def _close(self, host: RemoteHost) -> None:
+        if host in self._silent and not host.closed:
+            self._say(f"{host.name} is silent still: its ranks are ended after {self._agent_silence:g} s of silence")
         if self._ends_at < math.inf:
             host.close(max(0.0, self._ends_at - time.monotonic()))
         else:  # the job has not begun
             host.close(self.grace + _END_SECONDS if host.hello else 0.0)
 
     def _ping(self) -> None:
+        seconds = min(_PING_SECONDS, self._agent_silence / 12)
         while True:
             for host in self._hosts:
                 host.ping()
-            if self._is_over.wait(SILENCE_SECONDS / _PINGS):
+                self._note_silence(host, host.unanswered * seconds)
+            if self._is_over.wait(seconds):
                 return
+
+    def _note_silence(self, host: RemoteHost, seconds: float) -> None:
+        """Says once that a host is silent, and once that it is back.
+
+        ``seconds``: the time in which pings were sent. A launcher that was stopped has sent none.
+        """
+        if host.unanswered <= 1 and host in self._silent:
+            away = time.monotonic() - self._silent.pop(host)
+            self._say(f"{host.name} answers again, after {away:.0f} s")
+        elif seconds >= _SILENT_SECONDS and host not in self._silent and not host.closed:
+            self._silent[host] = time.monotonic() - seconds
+            kept = f"its ranks are kept for {self._control_grace:g} s of silence (--control-grace)"
+            self._say(f"{host.name} has not answered for {seconds:.0f} s; {kept}")
 
     def _stop_pings(self) -> None:
         """Stops the pings before a connection is closed: another file may then get its descriptor's number."""

@@ -17,7 +17,7 @@ class JobFrame(IntEnum):
     SIGNAL = 17  # a number in one byte, to one rank
     INPUT = 18  # what the ranks read; empty: the end
     END = 19  # end whatever is left of the job on this host
-    PING = 20  # the launcher lives
+    PING = 20  # the launcher lives; the agent answers with PONG
     GONE = 21  # JSON: the exit status of a rank of another host
     # agent to launcher
     READY = 32  # JSON: where rank 0 will listen, if it is here; free ports; the directory of the ranks
@@ -27,3 +27,4 @@ class JobFrame(IntEnum):
     INPUT_ACK = 36  # a rank has read its input as far as it was sent; not empty: none will read any more
     FAILED = 37  # JSON: the job cannot run here
     STOPPED = 38  # a number in one byte: the signal that makes the agent leave
+    PONG = 39

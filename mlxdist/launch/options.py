@@ -150,6 +150,13 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
         "SIGKILL.  [default: 5, or 15 with ranks on Macs]",
     )
+    control_grace: float | None = _option(
+        _END,
+        type=click.FloatRange(5, 86400),
+        metavar="SECONDS",
+        help="How long ssh may carry nothing between the launcher and a host before that host's ranks are ended.  "
+        "[default: 300; 15 with backends of MLX, whose ranks do not notice that a host is lost]",
+    )
     drain: float = _option(
         _END,
         type=_SECONDS,

@@ -82,6 +82,7 @@ class RemoteHost:
         self.first_failed: int | None = None
         self.stopped: signal.Signals | None = None
         self.closed = False
+        self.unanswered = 0  # pings since anything has arrived
         self.input: HostInput | None = None
         self.say: Callable[[str], None] = lambda text: None
         self._ranks: dict[int, RemoteRank] = {}
@@ -89,7 +90,7 @@ class RemoteHost:
         self._ssh_config = ssh_config
         self._changed = changed
         self._error = ""
-        self._is_called = False
+        self._is_called = self._is_taking = False
 
     def connect(self, wake: Callable[[], None]) -> None:
         """Starts the agent. ``wake`` is called when a rank, or the connection, has ended."""
@@ -113,6 +114,8 @@ class RemoteHost:
         """Sends a keepalive. Never waits: bytes that are still in transit have the same effect."""
         if self._is_called:
             self._connection.try_send(pack(JobFrame.PING))
+            # It answers once it is ready. While what has arrived waits to be printed, nothing else is read.
+            self.unanswered = self.unanswered + 1 if self.ready and not self._is_taking else 0
 
     def prepare(self, arguments: dict[str, Any]) -> None:
         self._connection.send(pack_json(Kind.CALL, {"call": AGENT, "arguments": arguments}))
@@ -136,8 +139,11 @@ class RemoteHost:
     def _read(self) -> None:
         try:
             while True:
-                for kind, rank, payload in self._connection.receive():
+                frames = self._connection.receive()
+                self._is_taking, self.unanswered = True, 0
+                for kind, rank, payload in frames:
                     self._take(kind, rank, payload)
+                self._is_taking = False
         except EOFError:
             return
         except (FrameError, LookupError, TypeError, ValueError) as error:
@@ -153,6 +159,8 @@ class RemoteHost:
         if kind == JobFrame.INPUT_ACK:
             if self.input is not None:
                 self.input.acknowledged(wants_more=not payload)
+            return
+        if kind == JobFrame.PONG:
             return
         fields = {} if kind == JobFrame.STOPPED else unpack_json(payload)
         with self._changed:

@@ -1,4 +1,5 @@
-"""The control network goes away while the data path, another network or shared memory, carries on; or both go."""
+"""The control network, or that of ssh, goes away while the data path, another network or shared memory, carries on; or
+both go."""
 
 import contextlib
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hosts import PORT, control_network, start_ranks, two_hosts
+from launching import LAUNCH
+from ssh_hosts import ssh_hosts
 from waiting import late
 
 pytestmark = pytest.mark.long
@@ -103,3 +106,42 @@ def test_a_host_that_is_silent_on_both_networks_is_lost(networks, tmp_path, what
         assert rank.returncode != 0 and lost, output
         assert 30 <= int(lost[2]) <= int(lost[1]) < 50, output
         assert "has died" not in output
+
+
+@pytest.fixture
+def over_ssh(tmp_path):
+    """Two hosts with a network for data and one for ssh, and a launcher there: both ranks have called a collective."""
+    with ssh_hosts(tmp_path, control=True) as nodes:
+        words = ["--hosts", ",".join(nodes.names), "--ssh", nodes.ssh, "--env", "MLXDIST_SOFT_TRANSPORT=tcp"]
+        command = nodes.command(*LAUNCH, *words, "--", sys.executable, "-c", RANK, "busy", tmp_path / "stop")
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as launcher:
+            assert {launcher.stdout.readline() for _ in range(2)} == {"[0 node0] ready\n", "[1 node1] ready\n"}
+            yield nodes, launcher
+
+
+def test_a_job_survives_an_outage_of_the_network_of_ssh(over_ssh, tmp_path):
+    """The agents keep the ranks, whose rendezvous is on that network, too; what they print meanwhile comes later."""
+    nodes, launcher = over_ssh
+    nodes.ends[1].pull_cable()
+    late(45)
+    nodes.ends[1].plug_cable()
+    said = []
+    for line in launcher.stderr:
+        said.append(line)
+        if re.search(r"node1 answers again, after \d\d s", line):
+            (tmp_path / "stop").touch()
+    assert launcher.wait(60) == 0, said
+    assert sorted(launcher.stdout.read().splitlines()) == ["[0 node0] exact", "[1 node1] exact"], said
+    assert any("node1 has not answered for 15 s; its ranks are kept for 300 s" in line for line in said), said
+
+
+def test_a_lost_host_ends_a_job_over_ssh(over_ssh):
+    """Its peers notice, long before ssh does."""
+    nodes, launcher = over_ssh
+    for end in (nodes.hosts[1], nodes.ends[1]):
+        end.pull_cable()
+    output, errors = launcher.communicate(timeout=150)
+    assert launcher.returncode == 1, errors
+    assert "[0 node0] mlxdist.PeerLost: rank 1 (node1, pid" in errors, errors
+    assert "node1 is silent still: its ranks are ended after 345 s of silence" in errors, errors

@@ -267,19 +267,19 @@ def over_ssh(nodes: SshHosts, *options: str, launcher=LAUNCH) -> list[str]:
 
 
 def launcher_with(silence: int) -> list[str]:
-    """A launcher whose agents end their ranks when they receive nothing from it for N seconds."""
+    """A launcher whose agents end their ranks when they receive nothing from it for N seconds, at least 5."""
     program = (
-        f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; cli.main()"
+        f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.AGENT_SECONDS = {silence - 5}; cli.main()"
     )
-    return [sys.executable, "-c", program, "launch"]
+    return [sys.executable, "-c", program, "launch", "--control-grace", "5"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number, seconds", [(signal.SIGSTOP, 30), (signal.SIGCONT, 5)])
+@pytest.mark.parametrize("number, seconds", [(signal.SIGSTOP, 30), (signal.SIGCONT, 8)])
 def test_agents_end_their_ranks_when_they_receive_nothing_from_the_launcher(number, seconds):
     """One that is stopped (Ctrl-Z), as one without power; while it lives, ranks that say nothing run on."""
     program = RANK + "print('runs', flush=True); stay()"
-    command = [*launcher_with(2), "--hosts", "localhost", "--", sys.executable, "-c", program]
+    command = [*launcher_with(5), "--hosts", "localhost", "--", sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout.readline()
         (job,) = list_jobs()
@@ -289,7 +289,7 @@ def test_agents_end_their_ranks_when_they_receive_nothing_from_the_launcher(numb
         launcher.send_signal(signal.SIGTERM)
         _, error = launcher.communicate(timeout=20)
         assert have_ended is (number == signal.SIGSTOP)
-        assert ("nothing arrived from the launcher for 2 s" in error) is (number == signal.SIGSTOP), error
+        assert ("nothing arrived from the launcher for 5 s" in error) is (number == signal.SIGSTOP), error
 
 
 @pytest.mark.long

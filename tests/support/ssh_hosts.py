@@ -45,10 +45,12 @@ Host {name}
 
 @dataclass(frozen=True)
 class SshHosts:
-    """``hosts``: the namespaces; ``names``: what ssh calls them; ``ssh``: the command that knows how."""
+    """``hosts``: the namespaces; ``names``: what ssh calls them; ``ssh``: the command that knows how; ``ends``: the
+    interfaces that ssh reaches."""
 
     directory: Path
     hosts: tuple[hosts.Host, ...]
+    ends: tuple[hosts.Host, ...]
     servers: list[subprocess.Popen]
 
     @property
@@ -74,7 +76,8 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(directory: Path, late: bool = False, count: int = 2) -> Iterator[SshHosts]:
+def ssh_hosts(directory: Path, late: bool = False, count: int = 2, control: bool = False) -> Iterator[SshHosts]:
+    """``control``: ssh reaches the hosts over a network of its own."""
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
     apart = subprocess.run([*_APART, *_NAMED, "node0", "true"], capture_output=True, text=True)
@@ -85,9 +88,10 @@ def ssh_hosts(directory: Path, late: bool = False, count: int = 2) -> Iterator[S
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / key], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         servers: list[subprocess.Popen] = []
-        nodes, client = SshHosts(directory, made, servers), ""
-        for name, host in zip(nodes.names, made):
-            values = {"name": name, "address": host.address, "directory": directory, "port": _PORT}
+        ends = undo.enter_context(hosts.control_network(made)) if control else made
+        nodes, client = SshHosts(directory, made, ends, servers), ""
+        for name, host, end in zip(nodes.names, made, ends):
+            values = {"name": name, "address": end.address, "directory": directory, "port": _PORT}
             (directory / name).mkdir(mode=0o700)
             (directory / f"{name}.server").write_text(_SERVER.format(**values))
             client += _CLIENT.format(**values)

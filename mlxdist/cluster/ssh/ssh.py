@@ -27,9 +27,9 @@ __all__ = [
     "why_lost",
 ]
 
-# ssh prompts for no password, and fails when a host does not respond: within 10 s before there is a connection, 15 s
-# afterwards.
-_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# ssh prompts for no password, and fails when a host does not respond within 10 s, before there is a connection.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10")
+_ALIVE_SECONDS = 5  # between two questions of ssh whether the host is there
 # The exit status of ssh when the connection fails.
 LOST = 255
 TOO_LATE = 124  # as of timeout(1)
@@ -43,16 +43,20 @@ class SshConfig:
     Attributes:
         ssh: the words of the command that leads there.
         python: a Python there that has mlxdist; empty for the path of the one that runs this.
+        silence: seconds without an answer after which ssh gives up a connection, a multiple of 5 at least.
     """
 
     ssh: Sequence[str] = ("ssh",)
     python: str = ""
+    silence: float = 15.0
 
     def command(self, name: str, words: Sequence[str]) -> list[str]:
         """The command that runs ``words`` on the host. A shell on another host gets these words alone, quoted."""
         if is_this_machine(name):
             return list(words)
-        options = [word for option in _OPTIONS for word in ("-o", option)]
+        unanswered = max(1, round(self.silence / _ALIVE_SECONDS))
+        alive = (f"ServerAliveInterval={_ALIVE_SECONDS}", f"ServerAliveCountMax={unanswered}")
+        options = [word for option in (*_OPTIONS, *alive) for word in ("-o", option)]
         return [*self.ssh, *options, "-T", name, f"exec {shlex.join(words)}"]
 
     def server(self, name: str) -> list[str]:
