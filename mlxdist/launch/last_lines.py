@@ -4,6 +4,7 @@ import collections
 
 from mlxdist.version import __version__
 
+from . import metal_errors
 from .terminal import without_escapes
 
 __all__ = ["LastLines"]
@@ -37,9 +38,11 @@ class LastLines:
         return [line.decode(errors="replace") for line in lines]
 
     def advice(self) -> str:
-        """Advice about the last line; empty for a line without known advice."""
-        if not any(line.strip() == _OTHER_PYTHON for line in self.lines()[-1:]):
-            return ""
+        """A clause with advice about the lines; empty where none is known."""
+        lines = self.lines()
+        if not any(line.strip() == _OTHER_PYTHON for line in lines[-1:]):
+            explained = metal_errors.explain(lines)
+            return f"; {explained}" if explained else ""
         return (
             "; that Python has no mlxdist: write `python` without a path for the one that runs this launcher, or "
             f"install mlxdist=={__version__} there"

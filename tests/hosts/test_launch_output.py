@@ -13,6 +13,7 @@ from launching import LAUNCH, RANK, closing_line, launch, marked_processes, noth
 from waiting import late, wait_for
 
 from mlxdist.launch.jobs import list_jobs
+from mlxdist.launch.last_lines import LastLines
 from mlxdist.launch.tracebacks import TracebackFilter, Tracebacks
 
 
@@ -356,6 +357,44 @@ def test_a_python_without_mlxdist_is_named():
     job = launch(2, sys.executable, "-S", "-c", "import mlxdist", cwd="/")
     assert job.returncode == 1
     assert "that Python has no mlxdist: write `python` without a path" in closing_line(job)
+
+
+# Lines of public reports: Acelogic/LTX-2-MLX#5; Blaizzy/mlx-vlm#1064 (twice) and #270; SceneWorks/SceneWorks#2763;
+# flutter/flutter#155538; ggml-org/llama.cpp#9701; cubist38/mlx-openai-server#188.
+ENDS_OF_GPU_WORK = {
+    "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)": "the display sleep",
+    "Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)": "no progress",
+    "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)": "outside of its memory",
+    "Invalid Resource (00000009:kIOGPUCommandBufferCallbackErrorInvalidResource)": "a buffer of it was not there",
+    "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)": (
+        "takes no more work"
+    ),
+    "Discarded (victim of GPU error/recovery) (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)": "other work",
+    "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)": "--rank-shares",
+    "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)": "mlxdist.meet()",
+    "New in macOS 28 (000000ff:kIOGPUCommandBufferCallbackErrorNew)": "macOS ended GPU work of this rank: New",
+    "[metal::malloc] Resource limit (499000) exceeded.": "mx.set_cache_limit",
+    "Command buffer execution failed": "",
+}
+
+
+@pytest.mark.parametrize("text", ENDS_OF_GPU_WORK)
+def test_an_end_of_gpu_work_is_explained(text):
+    lines = LastLines()
+    lines.take(2, f"libc++abi: terminating due to uncaught exception [METAL] failed: {text}\n".encode())
+    assert (ENDS_OF_GPU_WORK[text] in lines.advice()) if ENDS_OF_GPU_WORK[text] else lines.advice() == ""
+
+
+def test_the_first_end_of_gpu_work_is_the_cause():
+    """MLX aborts the process; what macOS ignores or discards afterwards is a consequence."""
+    ignored, victim, memory = (
+        next(text for text in ENDS_OF_GPU_WORK if name in text) for name in ("Ignored", "Innocent", "Insufficient")
+    )
+    program = f"if rank == 1:\n  for line in {[ignored, memory, victim]}: print(line, flush=True)\n  os.abort()\nstay()"
+    job = python(2, program, options=["--grace-period", "0.2"])
+    line = closing_line(job)
+    assert "rank 1 failed first, killed by SIGABRT" in line
+    assert "macOS ended GPU work of this rank (OutOfMemory): there was no memory" in line and "ignored" not in line
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

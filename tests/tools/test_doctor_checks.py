@@ -23,6 +23,7 @@ from mlxdist.tools.doctor.checks.system import (
     check_gpus,
     check_leaks,
     check_memory,
+    check_power,
     check_sleep,
 )
 from mlxdist.tools.doctor.checks.variables import check_fast_synch, check_gpu_sync, check_variables
@@ -272,6 +273,24 @@ def test_gpus():
 )
 def test_sleep(power, verdict):
     assert [finding.verdict for finding in check_sleep(cluster(facts(power=power)))][-1] is verdict
+
+
+@pytest.mark.parametrize(
+    ("power", "verdict", "words"),
+    [
+        ({}, Verdict.SKIP, "pmset"),
+        ({"systemd": {"masked": True, "idle": ""}}, Verdict.SKIP, "pmset"),
+        ({"pmset": {"displaysleep": 10, "lowpowermode": 0}, "speed": 100}, Verdict.OK, "full power"),
+        ({"pmset": {"displaysleep": 10, "powermode": 2}, "speed": 100}, Verdict.OK, "full power"),
+        ({"pmset": {"displaysleep": 10, "lowpowermode": 1}, "speed": 100}, Verdict.WARN, "Low Power Mode"),
+        ({"pmset": {"displaysleep": 10, "powermode": 1}, "speed": 100}, Verdict.WARN, "Low Power Mode"),
+        ({"pmset": {"displaysleep": 10}, "speed": 28}, Verdict.WARN, "heat leaves 28 %"),
+        ({"pmset": {"displaysleep": 0}, "speed": 100}, Verdict.NOTE, "its display never sleeps"),
+    ],
+)
+def test_power(power, verdict, words):
+    finding = only(check_power(cluster(facts(power=power), names=("c",))), verdict)
+    assert words in finding.what
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ Darwin)
     sysctl "$i"; done'
   say memory vm_stat
   say power pmset -g
+  say heat pmset -g therm
   say ports networksetup -listallhardwareports
   if test "$1" = setup; then
     say services networksetup -listnetworkserviceorder
@@ -104,7 +105,9 @@ class HostFacts:
     cores: int = 1
     load: float = 0.0  # processes that want a core
     memory: Memory = Memory()
-    power: Mapping[str, Any] = field(default_factory=dict)  # settings of pmset or systemd about sleep
+    power: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings of pmset or systemd, and what heat leaves of the speed
     root: bool = False  # whether commands are run as root there already
     sudo: bool = False  # whether `sudo -n` runs them without a password
     rdma_ctl: str | None = None  # "enabled", "disabled"
@@ -223,7 +226,7 @@ def _mac(output: _Output) -> dict[str, Any]:
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
         "memory": system.macos_memory(output["memory"], sysctl),
-        "power": {"pmset": system.power_settings(output["power"])},
+        "power": {"pmset": system.power_settings(output["power"]), "speed": system.speed_limit(output["heat"])},
         "rdma_ctl": system.rdma_ctl_state(output["rdma_ctl"]),
         "rdma": {interface: device for device, interface in devices},
         "receptacles": receptacles,

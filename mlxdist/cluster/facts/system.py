@@ -15,6 +15,7 @@ __all__ = [
     "power_settings",
     "rdma_ctl_state",
     "settings",
+    "speed_limit",
     "vm_statistics",
 ]
 
@@ -87,6 +88,12 @@ def lockable_memory(limit: str, capabilities: str) -> int | None:
 def power_settings(text: str) -> dict[str, int]:
     """The settings in the output of `pmset -g`: {"sleep": 1, "SleepDisabled": 0}, with times in minutes."""
     return {name: int(value) for name, value in re.findall(r"^\s*(\w+)\s+(\d+)\b", text, re.MULTILINE)}
+
+
+def speed_limit(text: str) -> int:
+    """Percent of the full speed that heat leaves, by `pmset -g therm`: 100 where nothing has been recorded."""
+    found = re.search(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*$", text, re.MULTILINE)
+    return int(found[1]) if found else 100
 
 
 def rdma_ctl_state(text: str) -> str | None:

@@ -22,6 +22,7 @@ from .system import (
     check_gpus,
     check_leaks,
     check_memory,
+    check_power,
     check_sleep,
 )
 from .variables import check_fast_synch, check_gpu_sync, check_variables
@@ -59,6 +60,7 @@ CHECKS = (
     Check("cores", check_cores),
     Check("gpus", check_gpus),
     Check("sleep", check_sleep),
+    Check("power", check_power),
     Check("leaks", check_leaks),
     Check("rdma", check_rdma, "rdma"),
     Check("gids", check_gids),

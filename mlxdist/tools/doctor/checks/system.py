@@ -19,6 +19,7 @@ __all__ = [
     "check_gpus",
     "check_leaks",
     "check_memory",
+    "check_power",
     "check_sleep",
     "gib",
 ]
@@ -163,6 +164,27 @@ def check_sleep(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
         yield warn(host.name, what, remedy)
     else:
         yield ok(host.name, "it does not sleep by itself")
+
+
+@each_host("facts")
+def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Checks that a Mac gives its GPU full speed, and that no display ends long work of it."""
+    power = facts["power"]
+    mac, speed = power.get("pmset", {}), power.get("speed", 100)
+    problems = []
+    # Macs that have High Power Mode print powermode, in place of lowpowermode: 0 automatic, 1 low, 2 high.
+    if mode := next((name for name in ("lowpowermode", "powermode") if mac.get(name) == 1), ""):
+        problems.append(warn(host.name, "Low Power Mode is on, which slows the GPU", f"sudo pmset -a {mode} 0"))
+    if speed < 100:
+        what = f"heat leaves {speed} % of its speed (pmset -g therm)"
+        problems.append(warn(host.name, what, "let it cool, and give it air; results are not comparable until then"))
+    if mac.get("displaysleep") == 0:
+        what = "its display never sleeps: macOS ends long GPU work while one is on (Impacting Interactivity)"
+        problems.append(note(host.name, what, "sudo pmset -a displaysleep 10, or no display"))
+    if not mac:
+        yield skip(host.name, "pmset says nothing of its power")
+    else:
+        yield from problems or [ok(host.name, "full power, no heat, and its display may sleep")]
 
 
 @each_host("facts")
