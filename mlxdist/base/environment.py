@@ -8,6 +8,7 @@ would hang, or silently run as several groups of one.
 import functools
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -209,6 +210,9 @@ class Environment:
     rank_shares_compute: tuple[float, ...] | None = _of_job(
         "share of the work of each rank in training and for prompts", "none", _shares
     )
+    emulated_node: int | None = _of_job(
+        "virtual host of this rank, of `mlxdist launch --emulate-nodes`", "none", _integer(0, MAX_RANKS - 1)
+    )
     error_file: str | None = _of_job("file that names the first rank that failed", "none", str)
     timeout: float | None = _of_user(
         "seconds without progress before an operation fails, 0 for never", "30", _seconds_or_never
@@ -300,6 +304,11 @@ class Environment:
         """The host and port where rank 0 of a job of several ranks listens."""
         assert self.rendezvous is not None  # of several ranks: checked by `read`
         return self.rendezvous
+
+    @property
+    def host_name(self) -> str:
+        """The name of this rank's host, or of its virtual host, for other ranks to read."""
+        return socket.gethostname() if self.emulated_node is None else f"node{self.emulated_node}"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":

@@ -153,6 +153,13 @@ def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
         raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
 
 
+def _check_emulation(nodes: int, ranks: int, is_here: bool, backend: str) -> None:
+    if not is_here or backend != "mlxdist":
+        raise click.UsageError("--emulate-nodes is for ranks of mlxdist on this machine alone: -n, and no other hosts.")
+    if nodes > ranks:
+        raise click.UsageError(f"--emulate-nodes {nodes}: {ranks} ranks are too few; give more with -n.")
+
+
 def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> LaunchPlan:
     on, given = selection.hostfile, options.variables()
     settings = (options.starting_port, options.nccl_port, options.connections, options.verbose)
@@ -173,6 +180,10 @@ def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, co
         variables = _for_this_machine(given, command[0], options.cwd or "", backend.name == "mlxdist")
     else:
         variables = _for_hosts(on, given)
+    if options.emulate_nodes is not None:
+        _check_emulation(options.emulate_nodes, ranks, on is None and of_nodes is None, backend.name)
+        # One machine's RDMA devices may not reach each other.
+        variables.setdefault("MLXDIST_PROVIDER", "soft")
     environment = Environment.read(variables)
     if environment.device_map is not None:
         from mlxdist.cluster.hostfile import device_map

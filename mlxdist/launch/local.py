@@ -160,6 +160,7 @@ class LocalJob:
         numbered: False where the only process started here is mpirun, which starts the ranks and numbers them.
         stdin: the ranks that have a standard input, "all" or "0".
         piped: whether that input is a pipe, see `readers`. Else it is the launcher's own: a terminal stays a terminal.
+        emulated_node: the virtual host of a rank, or None; see `LaunchPlan`.
     """
 
     name: str
@@ -176,6 +177,7 @@ class LocalJob:
     numbered: bool = True
     stdin: str = "all"
     piped: bool = False
+    emulated_node: Callable[[int], int | None] = lambda rank: None
 
     def __post_init__(self) -> None:
         self.job = name_of_start(self.name, self.restart)
@@ -254,6 +256,9 @@ class LocalJob:
             variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
             variables["MLX_LOCAL_RANK"] = str(local_rank)
             variables |= gpu_of_rank(self.variables, local_rank, visible_gpus())
+            if (node := self.emulated_node(rank)) is not None:
+                before = sum(self.emulated_node(other) == node for other in range(rank))
+                variables |= {"MLXDIST_EMULATED_NODE": str(node), "MLX_LOCAL_RANK": str(before)}
         if not self.numbered:
             self._close_sockets()  # the rank that is 0 will listen there
         passed = {name: sock.fileno() for name, sock in self._sockets.items()} if rank == 0 else {}

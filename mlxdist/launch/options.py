@@ -58,6 +58,12 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         metavar="N",
         help="Number of ranks; with hosts: on each of them, as many as it has slots, if the hostfile gives any.",
     )
+    emulate_nodes: int | None = _option(
+        _WHERE,
+        type=click.IntRange(2, MAX_RANKS),
+        metavar="N",
+        help="Split the ranks of this machine among N virtual hosts: shared memory within each, TCP between them.",
+    )
     cwd: str | None = _option(
         _WHERE,
         type=USER_PATH,

@@ -48,6 +48,11 @@ class LaunchPlan:
     def size(self) -> int:
         return self.ranks * (1 if self.nodes is None else self.nodes.count)
 
+    def emulated_node(self, rank: int) -> int | None:
+        """The virtual host of a rank (--emulate-nodes). Neighbors share one; hosts differ by one rank at most."""
+        nodes = self.options.emulate_nodes
+        return None if nodes is None else rank * nodes // self.size
+
     @property
     def by_mpirun(self) -> bool:
         return self.backend.name == "mpi"
@@ -59,6 +64,8 @@ class LaunchPlan:
             width = max(len("mpi"), len(str(ranks - 1)))
             return [f"{name:>{width}}" for name in ("mpi", *range(ranks))]
         numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
+        if self.options.emulate_nodes is not None:
+            return [f"{number} node{self.emulated_node(rank)}" for rank, number in enumerate(numbers)]
         if self.hostfile is None:
             return numbers
         names = [host.name.rpartition("@")[2] for host in self.hostfile.hosts for _ in range(host.slots)]

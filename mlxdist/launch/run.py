@@ -154,6 +154,7 @@ def _local_job(plan: LaunchPlan, name: str, restart: int) -> LocalJob:
         numbered=not plan.by_mpirun,
         stdin=stdin,
         piped=stdin == "all" and plan.ranks > 1,
+        emulated_node=plan.emulated_node,
         **where,
     )
     if nodes is not None:

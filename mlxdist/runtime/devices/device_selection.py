@@ -56,6 +56,9 @@ def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) 
     """
     matrix = None if environment.device_map is None else device_map.load(environment.device_map)
     identity = host_identity().encode()
+    is_emulated = environment.emulated_node is not None
+    if is_emulated:
+        identity += f" {host}".encode()
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
     # On one host no other device would be used, so none is listed: drivers may hang.
     simple = environment.provider in ("auto", "soft") and environment.soft_transport != "tcp"
@@ -63,6 +66,7 @@ def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) 
         return DeviceSelection(None)
     address = _address(environment)
     here = NodeInfo.here(identity, host, address, environment.provider, environment.soft_profile)
+    here = dataclasses.replace(here, is_emulated=is_emulated)
     nodes = [NodeInfo.unpack(blob) for blob in rendezvous.all_gather(here.pack(), "devices")]
     choice_of = functools.partial(
         choose,

@@ -236,7 +236,8 @@ class _Chooser:
                 "host only; unset it"
             )
         else:
-            routes = self._by_tcp(low, high, one_host)
+            near, far = self._nodes[low], self._nodes[high]
+            routes = self._by_tcp(low, high, one_host or (near.is_emulated and far.is_emulated))
         if len(routes) <= MAX_LINKS:
             return routes[: self._links_per_peer]
         return self._one_device_a_link(low, high, routes)
@@ -265,11 +266,11 @@ class _Chooser:
             )
         return list(zip(*lists))
 
-    def _by_tcp(self, low: int, high: int, one_host: bool) -> list[_Ends]:
+    def _by_tcp(self, low: int, high: int, by_loopback: bool) -> list[_Ends]:
         near, far = self._nodes[low], self._nodes[high]
         ends: list[_Ends] = []
         for a, b in zip(near.of_provider("soft"), far.of_provider("soft")):
-            if route := _tcp_route(near, a, far, b, one_host):
+            if route := _tcp_route(near, a, far, b, by_loopback):
                 ends.append(_ends(a, b, route))
         if not ends:
             texts = (f"{_addresses(node.of_provider('soft')[:1]) or 'none'} on {node.host}" for node in (near, far))
@@ -341,10 +342,10 @@ def _pair_up(
     return [pairs[near.name] for near in nears]
 
 
-def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bool) -> Route | None:
+def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, by_loopback: bool) -> Route | None:
     """The TCP route of two devices: a network of both to the rendezvous is known to work; then any common subnet."""
     tables = [[gid for gid in device.gids if gid.type == "TCP"] for device in (a, b)]
-    if one_host and {gid.address for gid in tables[0]} == {gid.address for gid in tables[1]}:
+    if by_loopback and {gid.address for gid in tables[0]} == {gid.address for gid in tables[1]}:
         return _own_route(*tables)
     known = [[gid for gid in table if _is_address(gid, node.address)] for table, node in zip(tables, (near, far))]
     routes = find_route(known[0], known[1]), find_route(tables[0], tables[1])

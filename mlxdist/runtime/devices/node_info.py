@@ -7,7 +7,18 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import fields_of, hex_bytes, list_of, number, one_of, or_null, plain_text, positive, row_of
+from mlxdist.base.validation import (
+    fields_of,
+    flag,
+    hex_bytes,
+    list_of,
+    number,
+    one_of,
+    or_null,
+    plain_text,
+    positive,
+    row_of,
+)
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
@@ -28,7 +39,8 @@ class NodeInfo:
     """The node that a rank runs on. Ranks with the same ``identity`` share a kernel.
 
     ``address``: the IP address by which it reaches the rendezvous, "" where that is not known. ``missing``: why it has
-    no RDMA device, "" where it has some, or was not to look.
+    no RDMA device, "" where it has some, or was not to look. ``is_emulated``: others are on this machine, too, and are
+    reached by loopback.
     """
 
     identity: bytes
@@ -36,6 +48,7 @@ class NodeInfo:
     address: str = ""
     devices: tuple[Device, ...] = ()
     missing: str = ""
+    is_emulated: bool = False
 
     @classmethod
     def here(
@@ -134,4 +147,5 @@ _FIELDS = {
     "address": _address,
     "devices": list_of(_device, _MAX_DEVICES),
     "missing": plain_text(_MAX_TEXT),
+    "is_emulated": flag,
 }

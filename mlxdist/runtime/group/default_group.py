@@ -1,7 +1,6 @@
 """The group of ``mlxdist.init()``, which operations use that name none."""
 
 import os
-import socket
 import threading
 
 from mlxdist.base import errors
@@ -104,7 +103,7 @@ def _create(strict: bool) -> Group:
                 "mlxdist.init(strict=True): no launcher started this process; run it with "
                 "`mlxdist launch -n 2 -- python ...`"
             )
-    world = World(environment, socket.gethostname())
+    world = World(environment, environment.host_name)
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     at_exit.register(world)

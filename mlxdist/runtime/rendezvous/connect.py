@@ -61,7 +61,7 @@ def listen(environment: Environment) -> socket.socket:
         advice = "that address is not this machine's; MLXDIST_RENDEZVOUS must name the machine of rank 0"
     else:
         advice = f"{failures[0].strerror}; set MLXDIST_RENDEZVOUS to another address of this machine"
-    raise RendezvousError(f"rendezvous: rank 0 on {socket.gethostname()} cannot listen on {where}: {advice}")
+    raise RendezvousError(f"rendezvous: rank 0 on {environment.host_name} cannot listen on {where}: {advice}")
 
 
 def _inherit(environment: Environment, descriptor: int) -> socket.socket:
@@ -129,7 +129,7 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
             )
         if time.monotonic() + pause >= deadline:
             raise RendezvousError(
-                f"rendezvous: {rank} on {socket.gethostname()} could not reach rank 0 at {where} for "
+                f"rendezvous: {rank} on {environment.host_name} could not reach rank 0 at {where} for "
                 f"{environment.rendezvous_timeout:g} s ({problem}); see the output of rank 0 for the reason"
             )
         if time.monotonic() - started < limit:
@@ -187,7 +187,7 @@ def _attempt(
         sock.close()
         rank = f"rank {environment.rank} of {environment.world_size}"
         raise RendezvousError(
-            f"rendezvous: rank 0 at {where} refused {rank} on {socket.gethostname()}: {refusal}"
+            f"rendezvous: rank 0 at {where} refused {rank} on {environment.host_name}: {refusal}"
         ) from None
     except ProtocolError as error:
         sock.close()
@@ -209,7 +209,7 @@ def _authenticate(
         world_size=environment.world_size,
         job=environment.job,
         version=__version__,
-        host=socket.gethostname(),
+        host=environment.host_name,
         pid=os.getpid(),
         epoch=epoch,
         received=received,

@@ -72,7 +72,7 @@ class Rendezvous:
         self._delivered_failure = False
         self._delivered_departed: set[int] = set()
         self._rank_0 = "rank 0"
-        self._host_0 = socket.gethostname()
+        self._host_0 = environment.host_name
         self._server: RendezvousServer | None = None
         # Of the connection to rank 0, which an outage may cut.
         self._is_cut = False
@@ -275,7 +275,7 @@ class Rendezvous:
                 self._wait(lambda: self._formed, seconds + MARGIN, "the start")
         except BaseException as error:
             if not isinstance(error, errors.Error):  # Ctrl-C, which the others cannot know of
-                self.report_failure(errors.interruption(error, environment.rank, socket.gethostname()))
+                self.report_failure(errors.interruption(error, environment.rank, environment.host_name))
             self._closed = True
             self._stop()
             raise

@@ -86,7 +86,7 @@ class RendezvousServer:
         listener.setblocking(False)
         loop.add_timer(self._timer)
         loop.watch(listener, self._accept)
-        self._join(Member(0, socket.gethostname(), os.getpid(), Connection(loop, own_side)))
+        self._join(Member(0, environment.host_name, os.getpid(), Connection(loop, own_side)))
         self.published = publish(environment, listener)
 
     @property
@@ -258,7 +258,7 @@ class RendezvousServer:
             keep_alive(connection.sock)
         now = time.monotonic()
         seconds = max(0.0, (self._forming_deadline or now) - now)
-        fields = pack_json(host=socket.gethostname(), pid=os.getpid(), seconds=seconds, received=received)
+        fields = pack_json(host=self._environment.host_name, pid=os.getpid(), seconds=seconds, received=received)
         connection.send(Kind.WELCOME, handshake.welcome(fields))
         to_server, from_server = handshake.session_keys()
         connection.framing.secure(send_key=from_server, receive_key=to_server)
