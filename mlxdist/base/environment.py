@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 MAX_RESTARTS = 1000
-ALGORITHMS = ("auto", "direct", "mesh", "ring", "recursive_doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
+# enum mlxdist_algorithm of mlxdist.h
+ALGORITHMS = ("auto", "direct", "mesh", "ring", "recursive_doubling", "tree", "hierarchical")
 DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/transport/debug.h
 DEBUG_SUBSYSTEMS = (
     "connection", "deadline", "deadlock", "failure", "flight", "link", "load", "meeting", "message", "operation",
@@ -267,7 +268,9 @@ class Environment:
         "largest job in which all pairs connect at the start, not on demand: 1 to 256", "8", _integer(1, 256)
     )
     algo: str | None = _of_user(
-        "algorithm of collectives: auto, direct, mesh, ring, recursive_doubling or tree", "auto", _one_of(ALGORITHMS)
+        "algorithm of collectives: auto, direct, mesh, ring, recursive_doubling, tree or hierarchical",
+        "auto",
+        _one_of(ALGORITHMS),
     )
     soft_profile: str = _of_user(
         f"device that the soft provider emulates: {', '.join(SOFT_PROFILES)}", "ideal", _one_of(SOFT_PROFILES), "ideal"

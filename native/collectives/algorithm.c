@@ -10,9 +10,10 @@
 #define HAS(algorithm) (1u << MLXDIST_##algorithm)
 
 static const uint32_t algorithms[] = {
-    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(RECURSIVE_DOUBLING) | HAS(TREE),
-    [MLXDIST_ALL_GATHER] = HAS(DIRECT) | HAS(RING),
-    [MLXDIST_REDUCE_SCATTER] = HAS(DIRECT) | HAS(RING),
+    [MLXDIST_ALL_REDUCE] =
+        HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(RECURSIVE_DOUBLING) | HAS(TREE) | HAS(HIERARCHICAL),
+    [MLXDIST_ALL_GATHER] = HAS(DIRECT) | HAS(RING) | HAS(HIERARCHICAL),
+    [MLXDIST_REDUCE_SCATTER] = HAS(DIRECT) | HAS(RING) | HAS(HIERARCHICAL),
     [MLXDIST_BROADCAST] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
     [MLXDIST_BARRIER] = HAS(DIRECT) | HAS(RING) | HAS(RECURSIVE_DOUBLING),
     [MLXDIST_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
@@ -21,8 +22,9 @@ static const uint32_t algorithms[] = {
 };
 #define OPERATIONS ((int32_t)(sizeof algorithms / sizeof *algorithms))
 
-static inline bool has(int32_t operation, int32_t algorithm) {
-  return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_TREE && (algorithms[operation] >> algorithm & 1);
+static inline bool has(const mlxdist_group *group, int32_t operation, int32_t algorithm) {
+  if (algorithm == MLXDIST_HIERARCHICAL && !group->by_host) return false;
+  return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_HIERARCHICAL && (algorithms[operation] >> algorithm & 1);
 }
 
 /* Where ranks share cores, messages take time one after the other: their number counts then, not that of the steps. Up
@@ -33,6 +35,7 @@ static inline bool has(int32_t operation, int32_t algorithm) {
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
   bool small = bytes <= SMALL_BYTES;
   bool sparse = (uint32_t)group->size > group->engine->options.on_demand_threshold;
+  if (!small && has(group, operation, MLXDIST_HIERARCHICAL)) return MLXDIST_HIERARCHICAL;
   switch (operation) {
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
@@ -57,11 +60,11 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
   uint64_t bytes = layout ? layout_bytes(layout) : 0;
   if (group->size == 1) return MLXDIST_DIRECT;
   if (!group->fully_connected) return MLXDIST_RING; /* the only one that keeps to the links that there are */
-  if (has(operation, engine->options.algo)) return engine->options.algo;
+  if (has(group, operation, engine->options.algo)) return engine->options.algo;
   for (uint64_t i = 0; i < engine->tuning_lines; i++) {
     const mlxdist_tuning *line = &engine->tuning[i];
     if (line->operation == (int32_t)operation && line->ranks == group->size && bytes <= line->bytes &&
-        has(operation, line->algorithm))
+        has(group, operation, line->algorithm))
       return line->algorithm;
   }
   return by_default(group, operation, bytes);

@@ -1,5 +1,6 @@
 #include "algorithm.h"
 #include "direct.h"
+#include "hierarchical.h"
 #include "ring.h"
 
 int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
@@ -13,8 +14,10 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
       .count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
   if (algorithm_of(operation) == MLXDIST_RING) {
     ring_all_gather(operation, &chunks, in, out);
+  } else if (algorithm_of(operation) == MLXDIST_HIERARCHICAL) {
+    hierarchical_all_gather(operation, &chunks, in, out);
   } else {
-    direct_all_gather(operation, &chunks, in, out);
+    direct_all_gather(operation, &group->everyone, &chunks, in, out);
   }
   return operation_start(operation, call);
 }

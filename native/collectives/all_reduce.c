@@ -1,5 +1,6 @@
 #include "algorithm.h"
 #include "direct.h"
+#include "hierarchical.h"
 #include "recursive_doubling.h"
 #include "ring.h"
 
@@ -15,19 +16,21 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);
   } else if (algorithm == MLXDIST_DIRECT) {
-    direct_all_reduce(operation, &reduction, in, out);
+    direct_all_reduce(operation, &group->everyone, &reduction, in, out);
   } else if (algorithm == MLXDIST_RECURSIVE_DOUBLING) {
     recursive_doubling_all_reduce(operation, &reduction, in, out);
   } else if (algorithm == MLXDIST_TREE) {
     direct_star(operation, &reduction, in, out);
+  } else if (algorithm == MLXDIST_HIERARCHICAL) {
+    hierarchical_all_reduce(operation, &reduction, in, out);
   } else {
     char *own = (char *)out + chunk_offset(&reduction.chunks, group->rank);
     if (algorithm == MLXDIST_RING) {
       ring_reduce_scatter(operation, &reduction, in, out, own);
       ring_all_gather(operation, &reduction.chunks, own, out);
     } else {
-      direct_reduce_scatter(operation, &reduction, in, own);
-      direct_all_gather(operation, &reduction.chunks, own, out);
+      direct_reduce_scatter(operation, &group->everyone, &reduction, in, own);
+      direct_all_gather(operation, &group->everyone, &reduction.chunks, own, out);
     }
   }
   return operation_start(operation, call);

@@ -34,7 +34,7 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
     ring_broadcast(operation, data, bytes, root);
   } else {
     scatter_parts(operation, &chunks, data, root);
-    direct_all_gather(operation, &chunks, own, data);
+    direct_all_gather(operation, &group->everyone, &chunks, own, data);
   }
   return operation_start(operation, call);
 }

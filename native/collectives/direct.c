@@ -1,47 +1,50 @@
 #include "direct.h"
 
-/* The i-th other member, beginning with the next one: if all began with rank 0, they would queue up there. */
-static inline int32_t other(const mlxdist_group *group, int32_t i) { return (group->rank + i) % group->size; }
+/* The i-th other member, beginning with the next one: if all began with the first, they would queue up there. */
+static inline int32_t other(const struct subset *subset, int32_t i) { return (subset->place + i) % subset->size; }
 
-/* In rank order, which is the order of the reduction. */
-static inline void receive_from_all(struct operation *operation, uint64_t bytes) {
-  const mlxdist_group *group = operation_group(operation);
-  for (int32_t member = 0; member < group->size; member++)
-    if (member != group->rank) operation_receive(operation, member, 0, bytes);
+/* In the order of the subset, which is that of the reduction. */
+static inline void receive_from_all(struct operation *operation, const struct subset *subset, uint64_t bytes) {
+  for (int32_t place = 0; place < subset->size; place++)
+    if (place != subset->place) operation_receive(operation, subset_member(subset, place), 0, bytes);
 }
 
-void direct_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
-  const mlxdist_group *group = operation_group(operation);
+void direct_all_reduce(struct operation *operation, const struct subset *subset, const struct reduction *reduction,
+                       const char *in, char *out) {
   operation_round(operation);
-  for (int32_t i = 1; i < group->size; i++) operation_send(operation, other(group, i), in, reduction->bytes);
-  receive_from_all(operation, reduction->bytes);
-  reduction_add(operation, reduction, in, group->rank, out, in == out);
+  for (int32_t i = 1; i < subset->size; i++)
+    operation_send(operation, subset_member(subset, other(subset, i)), in, reduction->bytes);
+  receive_from_all(operation, subset, reduction->bytes);
+  reduction_add(operation, reduction, in, subset->place, out, in == out);
 }
 
-void direct_reduce_scatter(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+void direct_reduce_scatter(struct operation *operation, const struct subset *subset, const struct reduction *reduction,
+                           const char *in, char *out) {
   const struct chunks *chunks = &reduction->chunks;
-  const mlxdist_group *group = operation_group(operation);
-  const char *own = in + chunk_offset(chunks, group->rank);
+  const char *own = in + chunk_offset(chunks, subset->place);
   operation_round(operation);
-  for (int32_t i = 1; i < group->size; i++) {
-    int32_t member = other(group, i);
-    operation_send(operation, member, in + chunk_offset(chunks, member), chunk_bytes(chunks, member));
+  for (int32_t i = 1; i < subset->size; i++) {
+    int32_t place = other(subset, i);
+    operation_send(operation, subset_member(subset, place), in + chunk_offset(chunks, place),
+                   chunk_bytes(chunks, place));
   }
-  receive_from_all(operation, chunk_bytes(chunks, group->rank));
+  receive_from_all(operation, subset, chunk_bytes(chunks, subset->place));
   /* No other rank reads its own chunk; elsewhere in `in` lie those of others. */
   bool in_place = out >= in && out < in + reduction->bytes && out != own;
-  reduction_add(operation, reduction, own, group->rank, out, in_place);
+  reduction_add(operation, reduction, own, subset->place, out, in_place);
 }
 
-void direct_all_gather(struct operation *operation, const struct chunks *chunks, const char *own, char *out) {
-  const mlxdist_group *group = operation_group(operation);
-  uint64_t bytes = chunk_bytes(chunks, group->rank);
+void direct_all_gather(struct operation *operation, const struct subset *subset, const struct chunks *chunks,
+                       const char *own, char *out) {
+  uint64_t bytes = chunk_bytes(chunks, subset->place);
   operation_round(operation);
-  operation_copy(operation, out + chunk_offset(chunks, group->rank), own, bytes);
-  for (int32_t i = 1; i < group->size; i++) operation_send(operation, other(group, i), own, bytes);
-  for (int32_t i = 1; i < group->size; i++) {
-    int32_t member = other(group, i);
-    operation_receive(operation, member, out + chunk_offset(chunks, member), chunk_bytes(chunks, member));
+  operation_copy(operation, out + chunk_offset(chunks, subset->place), own, bytes);
+  for (int32_t i = 1; i < subset->size; i++)
+    operation_send(operation, subset_member(subset, other(subset, i)), own, bytes);
+  for (int32_t i = 1; i < subset->size; i++) {
+    int32_t place = other(subset, i);
+    operation_receive(operation, subset_member(subset, place), out + chunk_offset(chunks, place),
+                      chunk_bytes(chunks, place));
   }
 }
 
@@ -75,7 +78,7 @@ void direct_barrier(struct operation *operation) {
   const mlxdist_group *group = operation_group(operation);
   operation_round(operation);
   for (int32_t i = 1; i < group->size; i++) {
-    operation_send(operation, other(group, i), 0, 0);
-    operation_receive(operation, other(group, i), 0, 0);
+    operation_send(operation, other(&group->everyone, i), 0, 0);
+    operation_receive(operation, other(&group->everyone, i), 0, 0);
   }
 }

@@ -8,14 +8,19 @@
 
 #include "chunks.h"
 
+/* The first three work among a subset of the group, of n members; chunks are those of its places. */
+
 /* Every rank sends all of `in` to all, and reduces all that arrives into `out`: (n-1) S bytes a rank. */
-void direct_all_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+void direct_all_reduce(struct operation* operation, const struct subset* subset, const struct reduction* reduction,
+                       const char* in, char* out);
 
 /* Every rank sends to each peer its part of `in`, and reduces its own part into `out`: (n-1)/n S bytes. */
-void direct_reduce_scatter(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+void direct_reduce_scatter(struct operation* operation, const struct subset* subset, const struct reduction* reduction,
+                           const char* in, char* out);
 
 /* Every rank sends its part, at `own`, to all; all chunks come together in `out`: (n-1)/n of `out`. */
-void direct_all_gather(struct operation* operation, const struct chunks* chunks, const char* own, char* out);
+void direct_all_gather(struct operation* operation, const struct subset* subset, const struct chunks* chunks,
+                       const char* own, char* out);
 
 /* All ranks' `in` to the root, which reduces them into `out`. Rounded once. */
 void direct_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out,

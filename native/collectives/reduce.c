@@ -11,12 +11,12 @@ static void parts_to_root(struct operation *operation, const struct reduction *r
   if (group->rank != root) {
     uint64_t bytes = chunk_bytes(chunks, group->rank);
     char *own = operation_scratch(operation, bytes);
-    direct_reduce_scatter(operation, reduction, in, own);
+    direct_reduce_scatter(operation, &group->everyone, reduction, in, own);
     operation_round(operation);
     operation_send(operation, root, own, bytes);
     return;
   }
-  direct_reduce_scatter(operation, reduction, in, out + chunk_offset(chunks, root));
+  direct_reduce_scatter(operation, &group->everyone, reduction, in, out + chunk_offset(chunks, root));
   operation_round(operation);
   for (int32_t member = 0; member < group->size; member++)
     if (member != root)

@@ -1,5 +1,6 @@
 #include "algorithm.h"
 #include "direct.h"
+#include "hierarchical.h"
 #include "ring.h"
 
 int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
@@ -15,8 +16,10 @@ int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, cons
     operation_copy(operation, out, in, reduction.bytes);
   } else if (algorithm_of(operation) == MLXDIST_RING) {
     ring_reduce_scatter(operation, &reduction, in, 0, out);
+  } else if (algorithm_of(operation) == MLXDIST_HIERARCHICAL) {
+    hierarchical_reduce_scatter(operation, &reduction, in, out);
   } else {
-    direct_reduce_scatter(operation, &reduction, in, out);
+    direct_reduce_scatter(operation, &group->everyone, &reduction, in, out);
   }
   return operation_start(operation, call);
 }

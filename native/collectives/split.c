@@ -21,7 +21,7 @@ static int exchange_requests(mlxdist_group *parent, const struct split_request *
   if (status) return status;
   struct chunks chunks = {.count = sizeof *own * (uint64_t)parent->size, .element_bytes = 1, .size = parent->size};
   if (parent->fully_connected) {
-    direct_all_gather(operation, &chunks, (const char *)own, (char *)all);
+    direct_all_gather(operation, &parent->everyone, &chunks, (const char *)own, (char *)all);
   } else {
     ring_all_gather(operation, &chunks, (const char *)own, (char *)all);
   }

@@ -71,6 +71,7 @@ int engine_new(int32_t rank, int32_t size, const mlxdist_options *options, const
   engine->options.host = 0; /* the caller's, as those below are */
   engine->options.links = 0;
   engine->options.adjacency = 0;
+  engine->options.hosts = 0;
   pthread_mutex_init(&engine->lock, 0);
   pthread_mutex_init(&engine->progress_lock, 0);
   pthread_cond_init(&engine->progress_wanted, 0);
@@ -78,6 +79,7 @@ int engine_new(int32_t rank, int32_t size, const mlxdist_options *options, const
   init_transport(engine, callbacks);
   int status = allocate_peers(engine);
   if (!status && options->adjacency) status = topology_copy(options->adjacency, size, &engine->adjacency);
+  if (!status && options->hosts) status = topology_copy_hosts(options->hosts, size, &engine->hosts);
   if (!status && size > 1) status = open_transport(engine, options->links);
   if (status)
     engine_free(engine);
@@ -102,6 +104,7 @@ void engine_free(struct engine *engine) {
   free(engine->groups);
   free(engine->tuning);
   free(engine->adjacency);
+  free(engine->hosts);
   failure_destroy(&engine->failure);
   pthread_cond_destroy(&engine->progress_wanted);
   pthread_mutex_destroy(&engine->progress_lock);

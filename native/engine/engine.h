@@ -43,6 +43,7 @@ struct engine {
   bool one_host;      /* the software provider joins the ranks as it does within a host */
   bool crowded;       /* there are more ranks than cores */
   uint8_t* adjacency; /* size x size, NULL if every pair has a link */
+  int32_t* hosts;     /* of each rank, NULL if all are on one */
   mlxdist_tuning* tuning;
   uint64_t tuning_lines;
   struct peer* peers;     /* one per rank; the own one stays empty */

@@ -21,6 +21,7 @@ void group_free(mlxdist_group *group) {
   free(group->members);
   free(group->member_of);
   free(group->ring);
+  free(group->by_host);
   free(group);
 }
 

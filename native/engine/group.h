@@ -35,6 +35,12 @@ struct group_thread {
   uint32_t number; /* in the order of first use, from 1 */
 };
 
+/* Members of a group among whom a part of an algorithm works, in the order in which they reduce. */
+struct subset {
+  const int32_t* members;      /* every `stride`-th is one; NULL: all of the group */
+  int32_t stride, size, place; /* this rank's among them */
+};
+
 struct mlxdist_group {
   struct engine* engine;
   uint16_t id; /* 0: the world. Two groups with the same id have no two members in common */
@@ -44,7 +50,9 @@ struct mlxdist_group {
   int32_t* member_of;       /* of each rank of the world its number here, -1 for others */
   int32_t* ring;            /* the members in the order of the links, NULL if these make no ring */
   bool fully_connected;     /* a link joins every two members */
-  atomic_bool usable;       /* this rank is connected to all of them */
+  int32_t* by_host; /* the members, host by host; NULL unless two hosts or more have as many, two or more each */
+  struct subset everyone, of_host, across_hosts; /* the last: one of each host, all at the same place there */
+  atomic_bool usable;                            /* this rank is connected to all of them */
   struct group_counters own_counters;
   struct group_counters* counters; /* its own; of the stream lane those of the world */
   struct places collectives;
@@ -69,6 +77,10 @@ static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t 
   mlxdist_group* group = index < engine->groups_capacity ? engine->groups[index] : 0;
   if (index == GROUP_STREAM_LANE) group = engine->stream_lane;
   return group && id & GROUP_INTERNAL ? group->internal : group;
+}
+
+static inline int32_t subset_member(const struct subset* subset, int32_t place) {
+  return subset->members ? subset->members[place * subset->stride] : place;
 }
 
 /* See label.h. Most groups have one thread that calls operations. */

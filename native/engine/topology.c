@@ -19,6 +19,14 @@ int topology_copy(const uint8_t *adjacency, int32_t size, uint8_t **copy) {
   return MLXDIST_OK;
 }
 
+int topology_copy_hosts(const int32_t *hosts, int32_t size, int32_t **copy) {
+  size_t bytes = (size_t)size * sizeof *hosts;
+  *copy = malloc(bytes);
+  if (!*copy) return fail(MLXDIST_RESOURCES, "out of memory for the hosts of %d ranks", size);
+  memcpy(*copy, hosts, bytes);
+  return MLXDIST_OK;
+}
+
 static bool joined(const mlxdist_group *group, int32_t a, int32_t b) {
   return engine_is_adjacent(group->engine, group->members[a], group->members[b]);
 }
@@ -36,9 +44,46 @@ static bool complete(const mlxdist_group *group, int32_t *ring, bool *used, int3
   return false;
 }
 
+static int32_t host_of(const mlxdist_group *group, int32_t member) {
+  return group->engine->hosts[group->members[member]];
+}
+
+/* Lists the members of `member`'s host, in their order, and returns how many they are. */
+static int32_t list_host(const mlxdist_group *group, int32_t member, int32_t *list) {
+  int32_t count = 0;
+  for (int32_t other = 0; other < group->size; other++)
+    if (host_of(group, other) == host_of(group, member)) list[count++] = other;
+  return count;
+}
+
+/* Hosts in the order of their first members, which is the same on every rank. */
+static void divide_by_host(mlxdist_group *group) {
+  int32_t list[MLXDIST_MAX_RANKS], listed = 0, place = 0;
+  int32_t here = list_host(group, 0, list); /* of each host, if all have as many */
+  if (here < 2 || here == group->size || group->size % here) return;
+  int32_t *by_host = calloc((size_t)group->size, sizeof *by_host);
+  for (int32_t member = 0; by_host && member < group->size; member++) {
+    int32_t count = list_host(group, member, list);
+    if (count != here) {
+      free(by_host);
+      return;
+    }
+    if (list[0] != member) continue;
+    memcpy(by_host + listed, list, (size_t)count * sizeof *list);
+    listed += count;
+  }
+  if (!by_host) return;
+  while (by_host[place] != group->rank) place++;
+  group->by_host = by_host;
+  group->of_host = (struct subset){by_host + place - place % here, 1, here, place % here};
+  group->across_hosts = (struct subset){by_host + place % here, here, group->size / here, place / here};
+}
+
 void topology_of_group(mlxdist_group *group) {
   bool used[MLXDIST_MAX_RANKS] = {true};
   int steps = 0;
+  group->everyone = (struct subset){0, 1, group->size, group->rank};
+  if (group->engine->hosts) divide_by_host(group);
   group->fully_connected = true;
   for (int32_t a = 0; a < group->size; a++)
     for (int32_t b = 0; b < a; b++) group->fully_connected &= joined(group, a, b);

@@ -11,5 +11,7 @@
 /* Copies the caller's matrix. INVALID_ARGUMENT if it is not symmetric. */
 int topology_copy(const uint8_t* adjacency, int32_t size, uint8_t** copy);
 
-/* Sets the group's `ring` and `fully_connected`. */
+int topology_copy_hosts(const int32_t* hosts, int32_t size, int32_t** copy);
+
+/* Sets the group's `ring`, `fully_connected`, `by_host` and subsets. */
 void topology_of_group(mlxdist_group* group);

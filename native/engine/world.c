@@ -51,7 +51,7 @@ static int check_options(int32_t rank, int32_t size, const mlxdist_options *opti
   if (options->links_per_peer < 1 || options->links_per_peer > MLXDIST_MAX_LINKS)
     return fail(MLXDIST_INVALID_ARGUMENT, "%u links per peer: must be 1 to %d", options->links_per_peer,
                 MLXDIST_MAX_LINKS);
-  if (options->algo < MLXDIST_AUTO || options->algo > MLXDIST_TREE)
+  if (options->algo < MLXDIST_AUTO || options->algo > MLXDIST_HIERARCHICAL)
     return fail(MLXDIST_INVALID_ARGUMENT, "there is no algorithm %d", options->algo);
   return MLXDIST_OK;
 }

@@ -101,7 +101,8 @@ typedef enum mlxdist_algorithm {
   MLXDIST_MESH = 2,               /* reduce_scatter, then all_gather, each direct */
   MLXDIST_RING = 3,               /* neighbour to neighbour, n - 1 steps each way */
   MLXDIST_RECURSIVE_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
-  MLXDIST_TREE = 5, /* log2(n) steps from or to the root; all_reduce: a star, to the first rank and back */
+  MLXDIST_TREE = 5,         /* log2(n) steps from or to the root; all_reduce: a star, to the first rank and back */
+  MLXDIST_HIERARCHICAL = 6, /* direct within each host, then between hosts; where all have as many ranks, two or more */
 } mlxdist_algorithm;
 
 /* The operations that have more than one algorithm. */
@@ -168,6 +169,7 @@ typedef struct mlxdist_options {
   uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
   const uint8_t* adjacency;  /* size x size: whether a link joins two ranks; NULL: it joins all. Where not all are,
                             operations run around the ring of the cables, or are refused */
+  const int32_t* hosts;      /* a number for each rank, alike for those of one host; NULL: all are on one. Copied */
   uint32_t on_demand_threshold; /* worlds of up to this many ranks connect all pairs at the start, larger ones on first
                                    use */
   int32_t algo;                 /* mlxdist_algorithm to use wherever an operation has it */

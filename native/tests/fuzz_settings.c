@@ -19,7 +19,7 @@ static void fuzz_tuning(mlxdist_group *group, uint8_t operation, const uint8_t *
   if (rest) memcpy(&layout, bytes + lines * sizeof *table, rest < sizeof layout ? rest : sizeof layout);
   REQUIRE(mlxdist_group_set_tuning(group, table, lines) == MLXDIST_OK);
   int32_t algorithm = mlxdist_group_algorithm(group, (int8_t)operation, &layout);
-  REQUIRE(algorithm >= MLXDIST_AUTO && algorithm <= MLXDIST_TREE);
+  REQUIRE(algorithm >= MLXDIST_AUTO && algorithm <= MLXDIST_HIERARCHICAL);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);

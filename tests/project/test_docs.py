@@ -34,7 +34,7 @@ def test_the_defaults_shown_are_those_of_the_engine():
     shown = {variable.name: variable.default for variable in VARIABLES}
     for name, _ in ffi.typeof("mlxdist_options").fields:
         default = getattr(options, name)
-        if name in ("adjacency", "host", "links"):
+        if name in ("adjacency", "host", "hosts", "links"):
             assert default == ffi.NULL
             continue
         if name in ("reliable", "has_key", "key"):  # MLXDIST_QP_TYPE and MLXDIST_SECRET

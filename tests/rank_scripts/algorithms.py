@@ -1,8 +1,11 @@
 """One rank of test_algorithms.py: one algorithm, in every operation that has it, against reference.py.
 
+Arguments: the number of the virtual host of each rank, where they are on several.
+
 Prints a digest of all results that every rank must have alike.
 """
 
+import functools
 import hashlib
 import os
 import sys
@@ -20,17 +23,24 @@ DTYPES = ["float16", "bfloat16", "float32", "int8", "complex64"]
 # Nothing, one element, too few for every rank, an odd number, and more bytes than a bulk slot holds.
 COUNTS = [0, 1, 3, 1237, 140_001]
 ALGORITHMS = {
-    "all_sum": ["direct", "mesh", "ring", "recursive_doubling", "tree"],
-    "all_gather": ["direct", "ring"],
-    "reduce_scatter": ["direct", "ring"],
+    "all_sum": ["direct", "mesh", "ring", "recursive_doubling", "tree", "hierarchical"],
+    "all_gather": ["direct", "ring", "hierarchical"],
+    "reduce_scatter": ["direct", "ring", "hierarchical"],
     "broadcast": ["direct", "mesh", "ring", "tree"],
     "reduce": ["direct", "mesh", "ring", "tree"],
     "gather": ["direct", "ring"],
     "scatter": ["direct", "ring"],
     "barrier": ["direct", "ring", "recursive_doubling"],
 }
-REDUCTIONS = {"ring": reference.ring_all_reduce, "recursive_doubling": reference.recursive_doubling_all_reduce}
+hosts = sys.argv[1:]
+REDUCTIONS = {
+    "ring": reference.ring_all_reduce,
+    "recursive_doubling": reference.recursive_doubling_all_reduce,
+    "hierarchical": functools.partial(reference.hierarchical_all_reduce, hosts=hosts),
+}
 
+if hosts:
+    os.environ["MLXDIST_EMULATED_NODE"] = hosts[int(os.environ["MLXDIST_RANK"])]
 algorithm = os.environ["MLXDIST_ALGO"]
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -11,12 +11,45 @@ MANY = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 5, 8)]
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, *MANY])
 @pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "recursive_doubling", "tree"])
 def test_exact_in_its_own_order(run_ranks, algorithm, ranks):
-    digests = set()
-    for output in run_ranks("algorithms.py", ranks, environment={"MLXDIST_ALGO": algorithm}):
-        match = re.search(f"^{algorithm} is exact in [a-z_ ]+; ([0-9a-f]+)$", output, re.MULTILINE)
-        assert match, output
-        digests.add(match[1])
-    assert len(digests) == 1, "the ranks have different results"
+    exact_in(run_ranks("algorithms.py", ranks, environment={"MLXDIST_ALGO": algorithm}), algorithm)
+
+
+def exact_in(outputs, algorithm):
+    """The operations in which all ranks found the algorithm exact, with the same results."""
+    pattern = f"^{algorithm} is exact in ([a-z_ ]+); ([0-9a-f]+)$"
+    found = [re.search(pattern, output, re.MULTILINE) for output in outputs]
+    assert all(found), outputs
+    assert len({match[2] for match in found}) == 1, "the ranks have different results"
+    return found[0][1]
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        "0011",
+        pytest.param("0101", marks=pytest.mark.long),
+        pytest.param("001122", marks=pytest.mark.long),
+        pytest.param("210012", marks=pytest.mark.long),
+        pytest.param("000111", marks=pytest.mark.long),
+        pytest.param("00112233", marks=pytest.mark.long),
+    ],
+)
+def test_within_hosts_then_between_them(run_ranks, hosts):
+    """Two to four virtual hosts, with two or three ranks each, whose numbers may be in any order."""
+    outputs = run_ranks("algorithms.py", len(hosts), *hosts, environment={"MLXDIST_ALGO": "hierarchical"})
+    assert exact_in(outputs, "hierarchical") == "all_sum all_gather reduce_scatter"
+
+
+@pytest.mark.parametrize("hosts", ["001", "0000", "01", "00012"])
+def test_hosts_that_make_no_hierarchy(run_ranks, tmp_path, hosts):
+    """Not all have as many ranks, or there are none beside each other: the operations' own choice remains."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os; os.environ['MLXDIST_EMULATED_NODE'] = '{hosts}'[int(os.environ['MLXDIST_RANK'])]\n"
+        "import mlxdist; group = mlxdist.init(); print(group.algorithm('all_sum', 1 << 20))\n"
+    )
+    outputs = run_ranks(program, len(hosts), environment={"MLXDIST_ALGO": "hierarchical"})
+    assert {output.split()[-1] for output in outputs} == {"direct" if len(hosts) == 2 else "mesh"}
 
 
 @pytest.mark.parametrize(

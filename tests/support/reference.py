@@ -6,6 +6,8 @@ Arrays of bfloat16 are their bits in uint16 together with dtype="bfloat16", beca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 DTYPES = [
@@ -146,6 +148,14 @@ def recursive_doubling_all_reduce(inputs: list[np.ndarray], dtype: str, op: str 
         values = [fold([values[min(i, i ^ distance)], values[max(i, i ^ distance)]], dtype, op) for i in range(power)]
         distance *= 2
     return values[0]
+
+
+def hierarchical_all_reduce(
+    inputs: list[np.ndarray], dtype: str, op: str = "sum", hosts: Sequence[int] = ()
+) -> np.ndarray:
+    """Within each host, in rank order; then the hosts' results, in the order of their first ranks."""
+    groups = [[x for x, of in zip(inputs, hosts) if of == host] for host in dict.fromkeys(hosts)]
+    return fold([fold(group, dtype, op) for group in groups], dtype, op)
 
 
 def tree_reduce(inputs: list[np.ndarray], dtype: str, op: str, root: int) -> np.ndarray:

@@ -37,6 +37,12 @@ class DeviceSelection:
     choice: Choice | None
     nodes: Sequence[NodeInfo] = ()
 
+    @property
+    def hosts(self) -> list[int]:
+        """The number of each rank's host, in the order of their first ranks; empty where all are on one."""
+        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(n.identity for n in self.nodes))}
+        return [numbers[node.identity] for node in self.nodes] if len(numbers) > 1 else []
+
     def without_rdma(self, environment: Environment, why: str) -> Choice:
         """The choice of this rank where RDMA devices were chosen and could not be set up: ``why`` is the reason. Raises
         InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another."""

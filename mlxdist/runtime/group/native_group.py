@@ -41,12 +41,14 @@ class NativeGroup:
         self.ports = (Ports(),) * environment.world_size
         self._environment = environment
         self._host = host
+        self._hosts: list[int] = []
         self._lock = threading.Lock()  # guards the end of the pointer
 
     def connect(self, rendezvous: Rendezvous, context: Any) -> None:
         """Chooses devices and connects them to those of the other ranks. ``context``: for the engine's callbacks."""
         environment = self._environment
         agreed = device_selection.select_devices(rendezvous, environment, self._host)
+        self._hosts = agreed.hosts
         table = self._share_tuning(rendezvous)
         set_up = functools.partial(self._set_up, rendezvous, context, table)
         try:
@@ -137,6 +139,8 @@ class NativeGroup:
         host, profile = (ffi.new("char[]", text.encode()) for text in (self._host, environment.soft_profile))
         adjacency = _adjacency(environment, choice)
         options.host, options.soft_profile, options.links, options.adjacency = host, profile, links[0], adjacency
+        hosts = ffi.new("int32_t[]", self._hosts) if self._hosts else ffi.NULL
+        options.hosts = hosts
         self.timeout = options.entry_timeout or FOR_EVER
         made = ffi.new("mlxdist_group **")
         check(lib.mlxdist_group_create(environment.rank, environment.world_size, options, made))

@@ -1,0 +1,17 @@
+/*
+ * The hierarchy: within each host, then between hosts, each time direct.
+ *
+ * Links between hosts are slower than those within one. Here L ranks of a host share them: of an all_reduce of S bytes
+ * over H hosts each rank sends 2 (H-1)/H S/L bytes to other hosts, where the mesh sends L times as many. A sum is
+ * rounded once a host, in the order of ranks, and once more, in the order of hosts.
+ */
+#pragma once
+
+#include "chunks.h"
+
+void hierarchical_all_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+
+void hierarchical_reduce_scatter(struct operation* operation, const struct reduction* reduction, const char* in,
+                                 char* out);
+
+void hierarchical_all_gather(struct operation* operation, const struct chunks* chunks, const char* own, char* out);
