@@ -72,7 +72,7 @@ static mlxdist_flight_record describe(const struct flight_record *record) {
                                  .layout = {.dtype = descriptor->dtype, .ndim = descriptor->ndim}};
   memcpy(entry.layout.shape, descriptor->shape, sizeof entry.layout.shape);
   const char *name = layout_operation(descriptor);
-  if (!entry.collective) name = record->to < 0 ? "recv" : record->from < 0 ? "send" : "sendrecv";
+  if (!entry.collective) name = layout_message(record->to >= 0, record->from >= 0);
   strncpy(entry.operation, name, sizeof entry.operation - 1);
   if (layout_has_array(descriptor))
     entry.bytes = layout_bytes(&entry.layout);

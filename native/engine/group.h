@@ -4,6 +4,7 @@
 #include "engine.h"
 #include "label.h"
 #include "places.h"
+#include "stats.h"
 
 /* Groups beside this one for what must not mix with the operations of the user, such as split. */
 #define GROUP_INTERNAL 0x8000u
@@ -13,10 +14,10 @@
 #define GROUP_STREAM_LANE 0x7fffu
 
 struct group_counters {
-  counter collectives, point_to_point;
+  struct operation_counters operations[STATS_KINDS];
   counter payload_bytes_sent, payload_bytes_received;
   counter bytes_copied;
-  counter wait_ns, operation_ns;
+  counter wait_ns;
 };
 
 /* This rank and one member. */

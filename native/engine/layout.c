@@ -62,6 +62,8 @@ const char *layout_operation(const struct wire_descriptor *descriptor) {
   }
 }
 
+const char *layout_message(bool sends, bool receives) { return !sends ? "recv" : receives ? "sendrecv" : "send"; }
+
 bool layout_has_array(const struct wire_descriptor *descriptor) {
   return descriptor->operation != MLXDIST_BARRIER && descriptor->operation != WIRE_FINALIZE &&
          descriptor->operation != WIRE_SPLIT;

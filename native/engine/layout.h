@@ -48,6 +48,9 @@ static inline struct wire_descriptor layout_describe(int32_t operation, const ml
 const char* layout_operation(const struct wire_descriptor* descriptor);
 bool layout_has_array(const struct wire_descriptor* descriptor);
 
+/* "send", "recv" or "sendrecv": which halves of a transfer between two ranks this one has. */
+const char* layout_message(bool sends, bool receives);
+
 /* "all_sum #7 of float32 [3, 4]", "broadcast with root 1 of int8 []", "barrier". `sequence` 0: without a number. */
 struct layout_name {
   char text[192];

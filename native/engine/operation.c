@@ -235,21 +235,33 @@ static inline void count_ended(const struct operation *operation) {
   atomic_store_explicit(&operation->group->collectives_ended, ended + 1, memory_order_relaxed);
 }
 
+static inline struct operation_counters *counters_of(const struct operation *operation) {
+  const struct wire_descriptor *descriptor = &operation->sends;
+  unsigned variant = descriptor->reduction % STATS_VARIANTS;
+  if (!operation_is_collective(operation))
+    variant = (operation->out.count ? STATS_SENDS : 0) | (operation->in.count ? STATS_RECEIVES : 0);
+  return &operation->group->counters->operations[STATS_VARIANTS * descriptor->operation + variant];
+}
+
 void operation_end(struct operation *operation, int status) {
   struct engine *engine = operation->group->engine;
-  struct group_counters *counters = operation->group->counters;
+  uint64_t sent = 0, received = 0;
   unlink_active(engine, operation);
-  for (int i = 0; i < operation->out.count; i++)
+  for (int i = 0; i < operation->out.count; i++) {
     if (operation->out.list[i].region) mr_cache_release(operation->out.list[i].region);
+    sent += operation->out.list[i].bytes;
+  }
   for (int i = 0; i < operation->in.count; i++) {
     int released = matching_remove(&operation->in.list[i]);
     if (!status) status = released;
+    received += operation->in.list[i].bytes;
   }
-  count(operation_is_collective(operation) ? &counters->collectives : &counters->point_to_point, 1);
   count_ended(operation);
   uint64_t now = clock_ns();
-  if (!status) meeting_heard(operation, now);
-  count(&counters->operation_ns, now - operation->started_ns);
+  if (!status) {
+    meeting_heard(operation, now);
+    stats_count(counters_of(operation), sent, received, now - operation->started_ns);
+  }
   debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s",
         layout_name(&operation->sends, operation->sequence).text, operation->group->id & ~GROUP_INTERNAL,
         (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");

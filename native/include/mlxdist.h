@@ -184,8 +184,8 @@ typedef struct mlxdist_options {
  * counters are kept by the verbs provider itself,
  * below the endpoint: that both agree proves that every byte went through the verbs. */
 typedef struct mlxdist_stats {
-  uint64_t collectives;        /* operations of all ranks, barriers included */
-  uint64_t point_to_point;     /* send and recv */
+  uint64_t collectives;        /* operations of all ranks, barriers included, that have ended well */
+  uint64_t point_to_point;     /* likewise send, recv and sendrecv */
   uint64_t payload_bytes_sent; /* the user's bytes */
   uint64_t header_bytes_sent;  /* headers and descriptors */
   uint64_t padding_bytes_sent; /* behind a message, where the device sends whole frames only */
@@ -209,7 +209,7 @@ typedef struct mlxdist_stats {
   uint64_t registered_bytes;  /* of user buffers, now */
   uint64_t slab_bytes;        /* registered memory, all peers */
   uint64_t wait_ns;           /* time in which an operation found nothing to do, spinning (0.5 us) not counted */
-  uint64_t operation_ns;      /* time in operations, waits included */
+  uint64_t operation_ns;      /* time in operations that have ended well, waits included */
   uint64_t provider_sends;
   uint64_t provider_receives;
   uint64_t provider_polls;
@@ -217,6 +217,18 @@ typedef struct mlxdist_stats {
   uint64_t provider_dropped;          /* sends that met no posted receive */
   uint64_t provider_dropped_by_fault; /* see mlxdist_group_inject_faults */
 } mlxdist_stats;
+
+/* Operations of one name since the group was created. Only those that have ended well count: one that fails, fails its
+ * group. */
+typedef struct mlxdist_operation_stats {
+  char operation[24]; /* as in the flight recorder: "all_sum" */
+  uint64_t calls;
+  uint64_t payload_bytes_sent; /* the user's bytes; how often they travel is the algorithm's choice */
+  uint64_t payload_bytes_received;
+  uint64_t ns; /* from the start of each, when its transfers are issued, to its end, waits included */
+} mlxdist_operation_stats;
+
+#define MLXDIST_OPERATION_NAMES 64 /* no group has entries for more operations */
 
 typedef struct mlxdist_group mlxdist_group;
 typedef struct mlxdist_handle mlxdist_handle; /* an operation that has been started */
@@ -349,6 +361,10 @@ void mlxdist_group_fail(mlxdist_group* group, int32_t status, const char* reason
 int mlxdist_group_error(mlxdist_group* group);
 
 void mlxdist_group_stats(mlxdist_group* group, mlxdist_stats* stats);
+
+/* The same by operation: writes up to `room` entries, those of operations that have been called, and returns their
+ * number. */
+uint64_t mlxdist_group_operation_stats(mlxdist_group* group, mlxdist_operation_stats* entries, uint64_t room);
 
 /* Waits until every rank has come here. A rank that finalizes while others still communicate with it is a mismatch,
  * on both sides. The group then takes no more operations, but still sends again what others miss, until

@@ -28,6 +28,15 @@ def test_the_program_of_the_readme(run_ranks, tmp_path):
         assert f"    [{rank}] {output}" in readme.read_text()
 
 
+def test_the_program_of_the_guide_to_tuning(run_ranks, tmp_path):
+    """Its calls and bytes are those below it; the times are of the machine."""
+    page = ROOT / "docs/tuning.md"
+    shown = re.sub("[0-9]+ us", "N us", page.read_text())
+    for rank, output in enumerate(run_ranks(program_of(page, tmp_path), 2)):
+        lines = re.sub("[0-9]+ us", "N us", output).splitlines()
+        assert len(lines) == 2 and all(f"    [{rank}] {line}\n" in shown for line in lines), output
+
+
 def test_the_defaults_shown_are_those_of_the_engine():
     options = ffi.new("mlxdist_options *")
     lib.mlxdist_default_options(options)

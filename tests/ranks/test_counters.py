@@ -23,3 +23,19 @@ def test_no_message_but_data_where_data_goes_both_ways(run_scenarios):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_copies(run_scenarios, ranks):
     run_scenarios("counters.py", ranks, "copies", environment={"MLXDIST_ALGO": "direct"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["numpy", "mlx"])
+def test_stats_by_operation(run_scenarios, kind, ranks):
+    """Calls, bytes and seconds of every operation: they add up to the counters of `Group.stats`."""
+    run_scenarios("operation_stats.py", ranks, "every_operation", kind, environment={"MLXDIST_ALGO": "direct"})
+
+
+def test_stats_by_operation_of_mlx(run_scenarios):
+    run_scenarios("operation_stats.py", 3, "of_mlx", environment={"MLXDIST_ALGO": "direct"})
+
+
+@pytest.mark.parametrize("kind", ["numpy", "mlx"])
+def test_a_failed_operation_is_no_call(run_scenarios, kind):
+    run_scenarios("operation_stats.py", 2, "failed", kind, environment={"MLXDIST_ALGO": "direct"})

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 
@@ -16,10 +16,19 @@ from ..native import bridge, ffi, last_error, lib
 from .handle import Handle, Operation
 from .world import World
 
-__all__ = ["EngineGroup"]
+__all__ = ["EngineGroup", "OperationStats"]
 
 # What a blocking operation brings along (mlxdist_call), made once a thread: the engine copies it when it begins.
 _calls = threading.local()
+
+
+class OperationStats(TypedDict):
+    """The calls of one operation in a group that have ended well; see :meth:`mlxdist.Group.stats_by_operation`."""
+
+    calls: int
+    payload_bytes_sent: int
+    payload_bytes_received: int
+    seconds: float
 
 
 class EngineGroup:
@@ -126,6 +135,23 @@ class EngineGroup:
         if self.native is not None:
             lib.mlxdist_group_stats(self.native, counters)
         return {name: getattr(counters, name) for name, _ in ffi.typeof("mlxdist_stats").fields}
+
+    def stats_by_operation(self) -> dict[str, OperationStats]:
+        """See :meth:`mlxdist.Group.stats_by_operation`."""
+        self.require_open()
+        if self.native is None:
+            return {}
+        entries = ffi.new("mlxdist_operation_stats[]", lib.MLXDIST_OPERATION_NAMES)
+        count = lib.mlxdist_group_operation_stats(self.native, entries, len(entries))
+        return {
+            ffi.string(entry.operation).decode(): OperationStats(
+                calls=entry.calls,
+                payload_bytes_sent=entry.payload_bytes_sent,
+                payload_bytes_received=entry.payload_bytes_received,
+                seconds=entry.ns / 1e9,
+            )
+            for entry in entries[0:count]
+        }
 
     def add_mpi_shim(self, shim: Any) -> None:
         """MPI shim (mpi_shim.py), which ends with the world: see :attr:`World.mpi_shims`."""

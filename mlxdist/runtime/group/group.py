@@ -14,7 +14,7 @@ from ..label import label_of
 from ..native import bridge, ffi, layout, lib
 from ..timeout import native_timeout
 from . import at_exit
-from .engine_group import EngineGroup
+from .engine_group import EngineGroup, OperationStats
 from .process_bound import ProcessBound
 from .registration import Registration
 from .tuning import OPERATIONS
@@ -238,6 +238,23 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
         group's own and which the process's. All are 0 in a group of one.
         """
         return self._engine.stats()
+
+    def stats_by_operation(self) -> dict[str, OperationStats]:
+        """Counters since the group began, by operation: which ones take the time, and how fast they move their bytes.
+
+        Only operations that have ended well count, by the names that errors and ``mlxdist top`` have for them: "all_sum",
+        "sum_scatter", "reduce (max)", "sendrecv". Those that this rank has not called are left out, so the dictionary
+        is empty in a group of one.
+
+        Returns for each name a dictionary:
+            calls: number of operations.
+            payload_bytes_sent, payload_bytes_received: bytes of arrays between this rank and others, as the algorithm
+                moves them: direct sends an array to each other rank. Over all operations they add up to the counters
+                of these names in :meth:`stats`, once nothing is in progress.
+            seconds: from the start of each operation to its end, waits for other ranks included. It starts when the
+                engine gets it, for lazy operations in their evaluation. Operations at the same time count each.
+        """
+        return self._engine.stats_by_operation()
 
     def abort(self, reason: str) -> None:
         """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.
