@@ -88,7 +88,7 @@ def test_three_ranks_and_every_dtype(api):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--op", "all_som"], "'all_som' is not one of all_sum, all_gather"),
+        (["--op", "all_som"], "'all_som' is not one of all_sum, all_max, all_gather"),
         (["--dtype", "float33"], "'float33' is not one of bool"),
         (["--sizes", "12 apples"], "'12 apples' is not a size"),
         (["--min", "1MiB", "--max", "1KiB"], "1 MiB is more than --max"),
@@ -140,11 +140,28 @@ def test_result_lines_from_other_hosts_stay_whole_under_mpirun():
         ("all_to_all", 8, 0.875),
         ("broadcast", 4, 1.0),
         ("send_recv", 2, 1.0),
+        ("all_max", 4, 1.5),
+        ("reduce", 4, 1.0),
+        ("gather", 4, 0.75),
+        ("scatter", 8, 0.875),
+        ("all_to_all_v", 2, 0.5),
     ],
 )
 def test_bus_bandwidth(operation, ranks, expected):
     assert algorithm_bandwidth(10**6, 1000) == pytest.approx(1)
     assert bus_bandwidth(operation, ranks, 10**6, 1000) == pytest.approx(expected)
+
+
+def test_parts_of_all_to_all_v():
+    """Half of what would go to the rank before goes to the next one: rank 0 sends 4, 6 and 2 elements."""
+    data = Inputs("int32", 12, 3)
+    expected = [
+        np.concatenate([data[0][:4], data[1][:2], data[2][:6]]),
+        np.concatenate([data[0][4:10], data[1][2:6], data[2][6:8]]),
+        np.concatenate([data[0][10:], data[1][6:], data[2][8:]]),
+    ]
+    for rank, array in enumerate(expected):
+        np.testing.assert_array_equal(CASES["all_to_all_v"].expected(data, rank), array)
 
 
 def test_a_time_that_memory_does_not_allow_is_rejected():

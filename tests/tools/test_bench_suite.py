@@ -49,7 +49,7 @@ def test_every_case_is_measured_and_verified(results):
     sizes = (4 << 10, 256 << 10)
     sized = {(o, d) for o, d in (("sendrecv", "float32"), ("all_reduce", "float16"), ("all_reduce", "float32"))}
     both = {(backend, o, d, size) for backend in ("mlxdist", "ring") for o, d in sized for size in sizes}
-    ours = {("mlxdist", "broadcast", "float32", size) for size in sizes} | {("mlxdist", "ep_transport", "float16", 8)}
+    ours = {("mlxdist", "broadcast", "float32", size) for size in sizes} | {("mlxdist", "ep_transport", "float16", 16)}
     assert measured == both | ours
     for result in results["cases"]:
         require_times(result["microseconds"])
@@ -261,6 +261,7 @@ def test_other_files_are_rejected(text, words, tmp_path):
         lambda case: case.update(variant=["mlxdist"]),
         lambda case: case.update(transfer={"median": 0}),
         lambda case: case.update(memcpy=1.0),
+        lambda case: case.update(path=["TCP"]),
     ],
 )
 def test_malformed_cases_are_rejected(results, spoil, tmp_path):
@@ -326,12 +327,55 @@ def np_to_mlx(array):
 
 
 def test_the_plan():
-    lines = plan(list(MEASURED), [4096, 16384], quick=False, ranks=2)
+    lines = plan(list(MEASURED), [4096, 16384], 2, tokens=[16, 512])
     assert [line["operation"] for line in lines if line.get("dtype") == "float16"] == ["all_reduce"] * 2
-    assert [line["tokens"] for line in lines if line["operation"] == "ep_transport"] == [8, 128]
-    assert len(plan(list(MEASURED), [4096], quick=True, ranks=2)) == 7 + 4
-    sizes = {line["operation"]: line["bytes"] for line in plan(["all_reduce", "all_gather"], [4096], True, ranks=3)}
+    assert [(line["tokens"], line["hidden"]) for line in lines if line["operation"] == "ep_transport"] == [
+        (16, 2048),
+        (512, 2048),
+    ]
+    assert {line["hidden"] for line in plan(list(MEASURED), [4096], 2, [16], hidden=96) if "hidden" in line} == {96}
+    assert len(lines) == 2 * 12 + 1 + 2 * 2 + 2  # operations on arrays, the barrier, layers of experts, others
+    sizes = {line["operation"]: line["bytes"] for line in plan(["all_reduce", "all_gather"], [4096], 3, tokens=[])}
     assert (sizes["all_reduce"], sizes["all_gather"]) == (4096, 4092)  # all_gather has a part of each rank
+
+
+def test_operations_of_a_root_and_unequal_parts():
+    """Three ranks: the parts of all_to_all_v are unequal from there on. The fits need three sizes."""
+    only = ["all_max", "reduce", "gather", "scatter", "all_to_all_v"]
+    words = ["-n", "3", "--quick", "--no-pin", "--backends", "mlxdist,ring", "--sizes", "1200,12KiB,120KiB"]
+    found = json.loads(bench("suite", *words, "--only", ",".join([*only, "barrier"]), "--json").stdout)
+    ours = [result for result in found["cases"] if result["variant"] == OURS]
+    sizes = [1200, 12 << 10, 120 << 10]
+    assert [tuple(result["case"].values()) for result in ours] == [
+        *((name, "float32", size) for name in only for size in sizes),
+        ("barrier",),
+    ]
+    for result in found["cases"]:
+        require_times(result["microseconds"])
+        assert (result["wrong"], result["refused"]) == (0, None)
+    assert {e["case"]["operation"] for e in found["absent"]} == {*only[1:], "barrier"}
+    assert {(r["variant"], r["path"]) for r in found["cases"] if "bytes" in r["case"]} == {
+        (OURS, "shared memory"),
+        ("ring", None),
+    }
+    fitted = {(one["operation"], one["variant"]): one for one in found["fits"]}
+    assert list(fitted) == [("all_max", OURS), ("all_max", "ring"), *((name, OURS) for name in only[1:])]
+    for (_, variant), one in fitted.items():
+        assert (one["sizes"], one["path"]) == (3, "shared memory" if variant == OURS else None)
+        assert one["saturation_bytes"] in sizes and one["algbw"] > 0
+
+
+def test_tokens_and_hidden_of_layers_of_experts(tmp_path):
+    words = ["--quick", "--backends", "mlxdist", "--only", "ep_transport", "--tokens", "3,5", "--hidden", "96"]
+    output = tmp_path / "a.json"
+    printed = bench("suite", *words, "--output", str(output)).stdout
+    results = load(output)
+    cases = [result["case"] for result in results["cases"]]
+    assert cases == [
+        {"operation": "ep_transport", "tokens": tokens, "hidden": 96, "dtype": "float16"} for tokens in (3, 5)
+    ]
+    assert not failed(results) and results["fits"] == []
+    assert "ep_transport float16, 3 tokens, hidden 96" in printed
 
 
 @pytest.mark.parametrize(
@@ -339,6 +383,9 @@ def test_the_plan():
     [
         (["--only", "all_som"], "'all_som' is not one of sendrecv"),
         (["--backends", "gloo"], "'gloo' is not one of mlxdist, ring, mpi, jaccl"),
+        (["--tokens", "16,0"], "'0' is not a number from 1 to 65536"),
+        (["--tokens", "many"], "'many' is not a number"),
+        (["--hidden", "16"], "16 is not in the range 32<=x<=65536"),
         (["-n", "1"], "1 rank in all; this needs 2 to 256"),
         (["--sizes", "3"], "sendrecv of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
         (["--sizes", "4KiB,6", "--only", "all_reduce"], "all_reduce of float32 on 2 ranks has no size of 6 B"),

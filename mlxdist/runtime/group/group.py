@@ -242,9 +242,9 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
     def stats_by_operation(self) -> dict[str, OperationStats]:
         """Counters since the group began, by operation: which ones take the time, and how fast they move their bytes.
 
-        Only operations that have ended well count, by the names that errors and ``mlxdist top`` have for them: "all_sum",
-        "sum_scatter", "reduce (max)", "sendrecv". Those that this rank has not called are left out, so the dictionary
-        is empty in a group of one.
+        Only operations that have ended well count, by the names that errors and ``mlxdist top`` have for them:
+        "all_sum", "sum_scatter", "reduce (max)", "sendrecv". Those that this rank has not called are left out, so the
+        dictionary is empty in a group of one.
 
         Returns for each name a dictionary:
             calls: number of operations.

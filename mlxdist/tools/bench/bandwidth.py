@@ -1,9 +1,9 @@
 """Bandwidths of operations, and how much bandwidth memory allows.
 
 The definitions are those of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), so that
-numbers can be compared: the size S of an operation is its whole array, which for all_gather is the output of a rank
-and for all others the input; algbw = S / time; busbw = algbw times a factor that makes it comparable with the
-bandwidth of one rank's link whatever the number of ranks.
+numbers can be compared: the size S of an operation is its whole array, which for all_gather is the output of a rank,
+for gather that of the root and for all others the input; algbw = S / time; busbw = algbw times a factor that makes it
+comparable with the bandwidth of one rank's link whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ READ_ONLY = 4
 # a copy of S by every rank copies. Both for n ranks. send_recv is a message to and fro; its time is that of one way.
 OPERATIONS = {
     "all_sum": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1) / n),
+    "all_max": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1) / n),
     "all_gather": (lambda n: (n - 1) / n, lambda n: (n - 1) / n),
     "sum_scatter": (lambda n: (n - 1) / n, lambda n: (n - 1) / n),
     "broadcast": (lambda n: 1.0, lambda n: (n - 1) / n),
+    "reduce": (lambda n: 1.0, lambda n: (n - 1) / n),
+    "gather": (lambda n: (n - 1) / n, lambda n: (n - 1) / n**2),
+    "scatter": (lambda n: (n - 1) / n, lambda n: (n - 1) / n**2),
     "all_to_all": (lambda n: (n - 1) / n, lambda n: (n - 1) / n),
+    "all_to_all_v": (lambda n: (n - 1) / n, lambda n: (n - 1) / n),
     "send_recv": (lambda n: 1.0, lambda n: (n // 2) / n),
 }
 

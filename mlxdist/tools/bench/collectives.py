@@ -82,10 +82,11 @@ def collectives(
 ) -> Results:
     """Time the operations between ranks of this machine, or of several hosts, and check their results.
 
-    Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
-    way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with the machine's own limits for
-    as many bytes: from one core to another, and a plain copy by all ranks at once. Sizes from --min to --max are
-    rounded down to what has a part for each rank; those of --sizes are measured as they are, or rejected.
+    Operations: all_sum, all_max, all_gather, sum_scatter, broadcast, reduce, gather, scatter, all_to_all, all_to_all_v
+    (parts of two sizes), send_recv (a message to and fro, time of one way). algbw and busbw are those of nccl-tests.
+    Blocks of the operation alternate with the machine's own limits for as many bytes: from one core to another, and a
+    plain copy by all ranks at once. Sizes from --min to --max are rounded down to what has a part for each rank; those
+    of --sizes are measured as they are, or rejected.
 
     The exit status is 1 if an element was wrong, a time is shorter than the memory allows, or the file is not written.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -177,13 +177,50 @@ def _reduce(x: Any, group: mlxdist.Group, out: np.ndarray | None = None, **optio
     return mlxdist.reduce(x, "sum", ROOT, group=group, out=out if group.rank() == ROOT else None, **options)
 
 
+def _gather(x: Any, group: mlxdist.Group, out: np.ndarray | None = None, **options: Any) -> Any:
+    return mlxdist.gather(x, ROOT, group=group, out=out if group.rank() == ROOT else None, **options)
+
+
+def _concatenated(inputs: Inputs) -> np.ndarray:
+    """The first part of rank 0's array, the second one of rank 1's, and so on."""
+    return np.concatenate([_part(array, index, inputs.ranks) for index, array in enumerate(inputs)])
+
+
+@cache  # it is no part of the operation
+def _counts(elements: int, rank: int, ranks: int, step: int = 1) -> list[int]:
+    """The elements that go from ``rank`` to each other one; with a ``step`` of -1 those that come from each.
+
+    Half of an equal part goes to the next rank in place of the one before. Two ranks have equal parts.
+    """
+    counts = [elements // ranks] * ranks
+    moved = counts[0] // 2
+    counts[(rank + step) % ranks] += moved
+    counts[(rank - step) % ranks] -= moved
+    return counts
+
+
+def _all_to_all_v(x: Any, group: mlxdist.Group, **options: Any) -> Any:
+    sends, receives = (_counts(x.size, group.rank(), group.size(), step) for step in (1, -1))
+    return mlxdist.all_to_all_v(x, sends, receives, group=group, **options)
+
+
+def _of_unequal_parts(inputs: Inputs, rank: int) -> np.ndarray:
+    """The result of `_all_to_all_v`."""
+    parts = []
+    for source, array in enumerate(inputs):
+        counts = _counts(array.size, source, inputs.ranks)
+        first = sum(counts[:rank])
+        parts.append(array[first : first + counts[rank]])
+    return np.concatenate(parts)
+
+
 CASES = {
     "all_sum": Case(mlxdist.all_sum, lambda inputs, rank: add(inputs), chains=True),
     "all_max": Case(mlxdist.all_max, lambda inputs, rank: np.maximum.reduce(list(inputs))),
     "all_min": Case(mlxdist.all_min, lambda inputs, rank: np.minimum.reduce(list(inputs))),
     "all_gather": Case(
         mlxdist.all_gather,
-        lambda inputs, rank: np.concatenate([_part(array, index, inputs.ranks) for index, array in enumerate(inputs)]),
+        lambda inputs, rank: _concatenated(inputs),
         given=lambda inputs, rank: _part(inputs[rank], rank, inputs.ranks),
     ),
     "sum_scatter": Case(mlxdist.sum_scatter, lambda inputs, rank: _part(add(inputs), rank, inputs.ranks)),
@@ -193,7 +230,17 @@ CASES = {
         lambda inputs, rank: np.concatenate([_part(array, rank, inputs.ranks) for array in inputs]),
         choice=False,
     ),
+    "all_to_all_v": Case(_all_to_all_v, _of_unequal_parts, choice=False),
     "reduce": Case(_reduce, lambda inputs, rank: add(inputs)[: None if rank == ROOT else 0]),
+    "gather": Case(
+        _gather,
+        lambda inputs, rank: _concatenated(inputs)[: None if rank == ROOT else 0],
+        given=lambda inputs, rank: _part(inputs[rank], rank, inputs.ranks),
+    ),
+    "scatter": Case(
+        lambda x, group, **options: mlxdist.scatter(x, ROOT, group=group, **options),
+        lambda inputs, rank: _part(inputs[ROOT], rank, inputs.ranks),
+    ),
     "send_recv": Case(
         _send_recv, lambda inputs, rank: inputs[rank ^ 1 if rank ^ 1 < inputs.ranks else rank], times=2, choice=False
     ),

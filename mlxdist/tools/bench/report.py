@@ -15,6 +15,7 @@ from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.base.user_path import UserPath
 
+from . import hockney
 from .results import comparison, hosts_of, load, notes
 from .runner import require_package
 
@@ -64,7 +65,8 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         "<h2>Layers</h2>",
         *layers(results),
         "<h2>All cases, in microseconds</h2>",
-        _table(results),
+        _table(*comparison(results, with_p99=True)),
+        *_by_size(results),
         "<h2>Set-up</h2>",
         _setup(setup),
         "</body>\n</html>\n",
@@ -83,8 +85,15 @@ def _notes(results: dict[str, Any]) -> str:
     return "<ul>\n" + "\n".join(lines) + "\n</ul>"
 
 
-def _table(results: dict[str, Any]) -> str:
-    columns, rows = comparison(results, with_p99=True)
+def _by_size(results: dict[str, Any]) -> list[str]:
+    """The fits of operations, which are of the cases that the file has: files of other benchmarks have no fits."""
+    if not (fits := hockney.fits(results)):
+        return []
+    table = _table(hockney.COLUMNS, hockney.rows_of(fits))
+    return ["<h2>Operations by size</h2>", table, f"<p>{escape(hockney.EXPLAINED)}</p>"]
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
     head = f'<div class="wide"><table>\n<thead>{_row("th", columns)}</thead>\n<tbody>'
     return "\n".join([head, *(_row("td", row) for row in rows), "</tbody>\n</table></div>"])
 

@@ -26,7 +26,7 @@ __all__ = [
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 LARGEST = 8 << 30
 # Operations on arrays that have a part of each rank.
-_IN_PARTS = ("all_gather", "all_to_all", "reduce_scatter", "sum_scatter")
+_IN_PARTS = ("all_gather", "all_to_all", "all_to_all_v", "gather", "reduce_scatter", "scatter", "sum_scatter")
 
 
 def parse_size(text: str) -> int:

@@ -6,7 +6,7 @@ import importlib.util
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,23 @@ from typing import Any
 import click
 import mlx.core as mx
 import numpy as np
+from rich.console import Console
 
 import mlxdist
 from mlxdist.base.output_file import OUTPUT_FILE
+from mlxdist.runtime.devices import paths
+from mlxdist.runtime.group.group import engine_of
 
+from . import hockney
 from .bandwidth import IN_PLACE, READ_ONLY, bandwidths, least_copies
 from .benchmark import Benchmark
 from .ep import SHAPES, make_block, route, shard_as_mlx_lm
 from .machine import describe_command
 from .mlx_groups import mlx_group
 from .operations import CASES, SAME_AS, TOLERANCE, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
-from .results import Comparison, Results, hosts_of
+from .results import Comparison, Results, hosts_of, table_of
 from .runner import ONE_THREAD, Runner, has_mpirun
-from .sizes import SIZES, check_sizes, names_of, size_range, sized_cases
+from .sizes import SIZES, check_sizes, multiples_of, names_of, size_range, sized_cases
 from .timing import Work, exchange
 from .workload import OURS, BenchmarkWorkload
 
@@ -41,16 +45,23 @@ SIZED = {
     "all_to_all": ["float32"],
     "broadcast": ["float32"],
     "reduce_scatter": ["float32"],
+    "all_max": ["float32"],
+    "reduce": ["float32"],
+    "gather": ["float32"],
+    "scatter": ["float32"],
+    "all_to_all_v": ["float32"],
 }
-TOKENS = {"ep_transport": [8, 128], "ep_pipeline": [8, 64], "tp_decode": [1], "tp_prefill": [32]}
-MEASURED = (*SIZED, *TOKENS)
+BARRIER = "barrier"
 SMALLEST, LARGEST = 4 << 10, 16 << 20
 QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 COPY_UP_TO = 64 << 20  # bytes; more is copied no faster
 NO_ALL_TO_ALL = "mx.distributed has no all_to_all"
-TRANSPORT, PIPELINE = SHAPES["qwen3.5-moe"], SHAPES["mixtral"].scaled(None)
+EXPERTS = {"ep_transport": SHAPES["qwen3.5-moe"], "ep_pipeline": SHAPES["mixtral"].scaled(None)}
+EXPERT_TOKENS = [16, 32, 64, 128, 256, 512]
+LAYER_TOKENS = {"tp_decode": 1, "tp_prefill": 32}
+MEASURED = (*SIZED, BARRIER, *EXPERTS, *LAYER_TOKENS)
 # A decoder layer whose heads can be divided among this many ranks, see tp_layers.py.
 HIDDEN = {2: 1024, 4: 512}
 QUICK_HIDDEN = {2: 256, 4: 512}
@@ -61,8 +72,10 @@ BOTH_WAYS = ("ring",)
 
 
 class Suite(BenchmarkWorkload):
-    """Cases: operation, with dtype and bytes or with tokens. Parameters: backends, device, quick, warm_up,
-    iterations."""
+    """Cases: operation, with dtype and bytes, or with tokens, those of experts with hidden, too; or the barrier alone.
+
+    Parameters: backends, device, quick, warm_up, iterations.
+    """
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         super().__init__(world, parameters)
@@ -73,6 +86,7 @@ class Suite(BenchmarkWorkload):
         self.groups, absent = _made(
             parameters["backends"], lambda name: world if name == OURS else mlx_group(name, world), world
         )
+        self.path = _path(world)
         self.summary = {
             "device": self.device,
             "absent": [{"variant": name, "absent": why} for name, why in absent.items()],
@@ -84,11 +98,14 @@ class Suite(BenchmarkWorkload):
         try:
             if "bytes" in case:
                 return self._operation(case)
+            if operation == BARRIER:
+                return self._barrier(case)
             if operation == "ep_transport":
-                return self._layer(case | {"dtype": "float16"}, ep_transport(tokens, self.world, self.groups))
+                layer = ep_transport(tokens, case["hidden"], self.world, self.groups)
+                return self._layer(case | {"dtype": "float16"}, layer)
             mx.set_default_device(getattr(mx, self.device))
             if operation == "ep_pipeline":
-                layer = ep_pipeline(tokens, self.world, self.groups, self.dtype)
+                layer = ep_pipeline(tokens, case["hidden"], self.world, self.groups, self.dtype)
             else:
                 phase = operation.removeprefix("tp_")
                 layer = tp_layer(phase, tokens, self.world, self.groups, self.dtype, self.parameters["quick"])
@@ -113,7 +130,15 @@ class Suite(BenchmarkWorkload):
         ways, absent = _made(list(self.groups), way, self.world)
         known = SAME_AS.get(operation, operation)  # two messages at once move no fewer bytes than one to and fro
         results = self._time(case, ways, least_copies(known, ranks), moved=case["bytes"])
-        return [result | bandwidths(result, ranks, known) for result in results] + _absent(case, absent)
+        return [
+            result | bandwidths(result, ranks, known) | {"path": self.path if result["variant"] == OURS else None}
+            for result in results
+        ] + _absent(case, absent)
+
+    def _barrier(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        absent = dict.fromkeys(self.groups.keys() - {OURS}, f"mx.distributed has no {BARRIER}")
+        works = {OURS: Work(self.world.barrier)} if OURS in self.groups else {}
+        return self.time(case, works) + _absent(case, absent)
 
     def _layer(self, case: dict[str, Any], layer: Layer) -> list[dict[str, Any]]:
         copied = max(1, min(layer.read, COPY_UP_TO))
@@ -136,6 +161,15 @@ def _device(wanted: str, world: mlxdist.Group) -> str:
     if wanted == "gpu" and not everywhere:
         raise RuntimeError("--device gpu: not every rank has a GPU that its MLX can use")
     return "gpu" if everywhere and wanted != "cpu" else "cpu"
+
+
+def _path(world: mlxdist.Group) -> str:
+    """What joins two ranks in mlxdist: "shared memory", "RDMA", "TCP"; "shared memory and TCP" where hosts have several
+    ranks. Collective."""
+    own = enumerate(engine_of(world).world.native_group.paths)
+    found = exchange([path for rank, path in own if rank != world.rank()], world)
+    best_first = sorted({path for row in found for path in row}, reverse=True)
+    return " and ".join(paths.Path(path).label for path in best_first)
 
 
 def _made(names: list[str], make: Callable[[str], Any], world: mlxdist.Group) -> tuple[dict[str, Any], dict[str, str]]:
@@ -264,11 +298,11 @@ class Layer:
     read: int
 
 
-def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]) -> Layer:
+def ep_transport(tokens: int, hidden: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]) -> Layer:
     """Rows to the owners of their experts and back, weighted and added up, with nothing computed in between."""
     from mlxdist.nn.expert_parallel import Placement, combine, dispatch
 
-    hidden, experts, top_k = TRANSPORT.hidden_size, TRANSPORT.num_experts, TRANSPORT.num_experts_per_tok
+    experts, top_k = EXPERTS["ep_transport"].num_experts, EXPERTS["ep_transport"].num_experts_per_tok
     data = Inputs("float16", tokens * hidden, world.size())
     mine = data[world.rank()].reshape(tokens, hidden)
     x, placement = to_mlx(mine, "float16"), Placement(experts, world.size())
@@ -284,12 +318,14 @@ def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distrib
     away = [int((placement.owners[selected] == rank).any(axis=1).sum()) for rank in range(world.size())]
     away[world.rank()] = 0
     read = int(mlxdist.all_max(np.array([2 * sum(away) * hidden * 2], np.int64), group=world)[0])
-    described = f"{tokens} tokens of {hidden} each, top {top_k} of {experts}"
+    described = f"tokens of each rank, top {top_k} of {experts}"
     ways = {OURS: Way(start, partial(exactly, mine))} if OURS in groups else {}
     return Layer(ways, dict.fromkeys(groups.keys() - {OURS}, NO_ALL_TO_ALL), described, read)
 
 
-def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str) -> Layer:
+def ep_pipeline(
+    tokens: int, hidden: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str
+) -> Layer:
     """Router, dispatch, experts, combine: ``tokens`` of each rank; on MLX's backends mlx-lm's sharding, on all tokens.
 
     Raises:
@@ -298,7 +334,7 @@ def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distribu
     _require_mlx_lm()
     from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
 
-    shape, ranks, rank = PIPELINE, world.size(), world.rank()
+    shape, ranks, rank = replace(EXPERTS["ep_pipeline"], hidden_size=hidden), world.size(), world.rank()
     mx.random.seed(0)
     full = make_block(shape, dtype)
     x = mx.random.normal((tokens * ranks, shape.hidden_size), key=mx.random.key(tokens)).astype(getattr(mx, dtype))
@@ -324,7 +360,7 @@ def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distribu
         ways[name] = Way(partial(_listed, partial(block, x)), partial(count_off, expected, TOLERANCE[dtype]))
     each = 3 * shape.hidden_size * shape.moe_intermediate_size * x.itemsize
     read = len(np.unique(np.array(route(full, x)[0]))) * each // ranks
-    return Layer(ways, absent, f"{tokens} tokens of each rank, {shape.described}", read)
+    return Layer(ways, absent, f"tokens of each rank, {shape.described}", read)
 
 
 def tp_layer(
@@ -364,14 +400,24 @@ def _listed(call: Any) -> list[mx.array]:
 # The command.
 
 
-def plan(only: list[str], sizes: list[int], quick: bool, ranks: int) -> list[dict[str, Any]]:
-    """The cases: operation, dtype and bytes, or operation and tokens."""
+def plan(
+    only: list[str], sizes: list[int], ranks: int, tokens: list[int], hidden: int | None = None
+) -> list[dict[str, Any]]:
+    """The cases; see `Suite`.
+
+    Args:
+        tokens, hidden: of each rank, and their elements, in layers of experts; None: those of the layer.
+    """
     cases: list[dict[str, Any]] = []
     for operation in only:
+        case: dict[str, Any] = {"operation": operation}
         if operation in SIZED:
             cases += sized_cases([(operation, dtype) for dtype in SIZED[operation]], sizes, ranks)
+        elif operation in EXPERTS:
+            width = hidden or EXPERTS[operation].hidden_size
+            cases += [case | {"tokens": count, "hidden": width} for count in tokens]
         else:
-            cases += [{"operation": operation, "tokens": count} for count in TOKENS[operation][: 1 if quick else None]]
+            cases.append(case | ({} if operation == BARRIER else {"tokens": LAYER_TOKENS[operation]}))
     return cases
 
 
@@ -394,7 +440,17 @@ def _measure(runner: Runner, cases: list[dict[str, Any]], backends: list[str], p
         jobs, cases, setup | parameters | {"device": device, "seconds": time.monotonic() - begin, "backends": backends}
     )
     results["absent"] += absent
-    return results
+    return results | {"fits": hockney.fits(results)}
+
+
+_show_times = Comparison(lambda results: f"{results['setup']['ranks']} ranks on {hosts_of(results)}")
+
+
+def _show(results: Results, console: Console) -> None:
+    _show_times(results, console)
+    if results["fits"]:
+        console.print(table_of("by size", hockney.COLUMNS, hockney.rows_of(results["fits"]), left=3))
+        console.print(hockney.EXPLAINED, markup=False, highlight=False)
 
 
 def _draw(results: Results, path: Path) -> None:
@@ -403,12 +459,7 @@ def _draw(results: Results, path: Path) -> None:
     write_report(results, path)
 
 
-@Benchmark(
-    Suite,
-    show=Comparison(lambda results: f"{results['setup']['ranks']} ranks on {hosts_of(results)}"),
-    draw=_draw,
-    parameters={},
-)
+@Benchmark(Suite, show=_show, draw=_draw, parameters={})
 @click.option("--only", type=names_of(MEASURED), default="all", metavar="A,B", help=f"Of {', '.join(MEASURED)}.")
 @click.option(
     "--backends",
@@ -418,29 +469,53 @@ def _draw(results: Results, path: Path) -> None:
     help=f"Of {', '.join(BACKENDS)}.  [default: all]",
 )
 @click.option("--sizes", type=SIZES, help="Sizes of operations.  [default: 4KiB to 16MiB, in steps of 4]")
-@click.option("--quick", is_flag=True, help="Two sizes, 5 iterations: to see that it works.")
+@click.option(
+    "--tokens",
+    type=multiples_of(1),
+    metavar="N,N",
+    help=f"Tokens of each rank in layers of experts.  [default: {','.join(map(str, EXPERT_TOKENS))}]",
+)
+@click.option(
+    "--hidden",
+    type=click.IntRange(32, 1 << 16),
+    help="Elements of a token there.  [default: "
+    + ", ".join(f"{shape.hidden_size} in {name}" for name, shape in EXPERTS.items())
+    + "]",
+)
+@click.option("--quick", is_flag=True, help="Two sizes, one number of tokens, 5 iterations: to see that it works.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="Where layers compute.")
 @click.option("--html", "picture", type=OUTPUT_FILE, help="Write a report with plots here.")
 def suite(
-    runner: Runner, only: list[str], backends: list[str], sizes: list[int] | None, quick: bool, device: str
+    runner: Runner,
+    only: list[str],
+    backends: list[str],
+    sizes: list[int] | None,
+    tokens: list[int] | None,
+    hidden: int | None,
+    quick: bool,
+    device: str,
 ) -> Results:
     """Time all communication between the ranks, by mlxdist and by MLX's own backends, and check every result.
 
     \b
         mlxdist bench suite --quick
         mlxdist bench suite --hostfile rmlx-hosts.json --output today.json --html today.html
+        mlxdist bench suite --only ep_transport,ep_pipeline --tokens 16,512 --hidden 4096
         mlxdist bench compare yesterday.json today.json
 
     10 iterations to warm up, then 30 that count, a barrier before each; the time is that of the slowest rank, and of a
     message the time until it has arrived. Backends alternate in the same processes; Open MPI, which needs mpirun, has
-    its own. docs/benchmarks.md says what each case is and how to read the numbers.
+    its own. Where an operation has three sizes or more, a second table has the line through its times (Hockney 1994)
+    and the size from which its bandwidth is used. docs/benchmarks.md says what each case is and how to read the
+    numbers.
 
     The exit status is 1 if a result was wrong, a time is shorter than the memory allows, nothing could be measured, or
     a file could not be written; the table is printed all the same.
     """
     if sizes:
         check_sizes(sizes, [(name, dtype) for name in only for dtype in SIZED.get(name, ())], runner.ranks)
-    cases = plan(only, sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST)), quick, runner.ranks)
+    sizes = sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST))
+    cases = plan(only, sizes, runner.ranks, tokens or EXPERT_TOKENS[: 1 if quick else None], hidden)
     parameters = {"device": device, "quick": quick, "python": platform.python_version()}
     parameters["warm_up"] = QUICK_WARM_UP if quick else WARM_UP
     parameters["iterations"] = QUICK_ITERATIONS if quick else ITERATIONS
