@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from softverbs_library import LIBRARY, linux
 from test_bench import bench, require_times
 
 import mlxdist
@@ -365,6 +366,25 @@ def test_operations_of_a_root_and_unequal_parts():
         assert one["saturation_bytes"] in sizes and one["algbw"] > 0
 
 
+@linux
+def test_each_provider_has_a_variant(tmp_path, monkeypatch):
+    """RDMA is that of libsoftverbs. librdma is macOS's: the run goes on without it, and says so."""
+    (tmp_path / "libibverbs.so.1").symlink_to(LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("MLXDIST_DEVICE_MAP", '[[null, "soft0"], ["soft0", null]]')
+    words = ["--providers", "shm,tcp,ibverbs,librdma", "--backends", "mlxdist,ring", "--only", "sendrecv", "--quick"]
+    found = json.loads(bench("suite", *words, "--sizes", "4KiB,64KiB,256KiB", "--json").stdout)
+    assert not failed(found)
+    assert {(one["variant"], one["path"]) for one in found["fits"]} == {
+        ("mlxdist shm", "shared memory"),
+        ("mlxdist tcp", "TCP"),
+        ("mlxdist ibverbs", "RDMA"),
+        ("ring", None),
+    }
+    assert [entry["variant"] for entry in found["absent"]] == ["mlxdist librdma"]
+    assert found["setup"]["provider"].startswith("shm, tcp, ibverbs, librdma: ")
+
+
 def test_tokens_and_hidden_of_layers_of_experts(tmp_path):
     words = ["--quick", "--backends", "mlxdist", "--only", "ep_transport", "--tokens", "3,5", "--hidden", "96"]
     output = tmp_path / "a.json"
@@ -383,6 +403,8 @@ def test_tokens_and_hidden_of_layers_of_experts(tmp_path):
     [
         (["--only", "all_som"], "'all_som' is not one of sendrecv"),
         (["--backends", "gloo"], "'gloo' is not one of mlxdist, ring, mpi, jaccl"),
+        (["--providers", "rdma"], "'rdma' is not one of shm, tcp, ibverbs, librdma"),
+        (["--providers", "shm", "--backends", "ring"], "the backends are ring, without mlxdist"),
         (["--tokens", "16,0"], "'0' is not a number from 1 to 65536"),
         (["--tokens", "many"], "'many' is not a number"),
         (["--hidden", "16"], "16 is not in the range 32<=x<=65536"),

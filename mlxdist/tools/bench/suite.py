@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ from .workload import OURS, BenchmarkWorkload
 __all__ = ["MEASURED", "Suite", "Way", "collective", "exactly", "plan", "suite"]
 
 BACKENDS = (OURS, "ring", "mpi", "jaccl")
+# Variables that choose what joins two ranks, whatever else is there.
+PROVIDERS = {
+    "shm": {"MLXDIST_PROVIDER": "soft", "MLXDIST_SOFT_TRANSPORT": "shm"},
+    "tcp": {"MLXDIST_PROVIDER": "soft", "MLXDIST_SOFT_TRANSPORT": "tcp"},
+    "ibverbs": {"MLXDIST_PROVIDER": "ibverbs"},
+    "librdma": {"MLXDIST_PROVIDER": "librdma"},
+}
 # The dtypes of each, by size; and the tokens of what has layers or rows of tokens.
 SIZED = {
     "sendrecv": ["float32"],
@@ -421,24 +429,56 @@ def plan(
     return cases
 
 
-def _measure(runner: Runner, cases: list[dict[str, Any]], backends: list[str], parameters: dict[str, Any]) -> Results:
+@dataclass(frozen=True)
+class Job:
+    """Ranks that measure some backends together.
+
+    Attributes:
+        may_fail_as: the variant that is absent if the job fails; None: then so does the whole run.
+        variables: of their environment.
+    """
+
+    backends: list[str]
+    may_fail_as: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, runner: Runner, cases: list[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
+        """`Runner.job`; by another provider, "mlxdist" is named after it."""
+        if "mpi" in self.backends and not has_mpirun():
+            raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
+        found = runner.job(cases, backends=self.backends, variables=ONE_THREAD | self.variables, **parameters)
+        if self.variables:
+            for result in itertools.chain(*found["rows"], found["absent"]):
+                result["variant"] = self.may_fail_as
+        return found
+
+
+def _jobs(backends: list[str], providers: list[str]) -> list[Job]:
+    jobs = [Job([OURS], f"{OURS} {name}", PROVIDERS[name]) for name in providers]
+    together = [name for name in backends if name != "mpi" and not (providers and name == OURS)]
+    jobs += [Job(together)] * bool(together)
+    # Open MPI's ranks must be started by mpirun, so it has a job of its own.
+    return jobs + [Job(["mpi"], "mpi")] * ("mpi" in backends)
+
+
+def _measure(
+    runner: Runner, cases: list[dict[str, Any]], backends: list[str], providers: list[str], parameters: dict[str, Any]
+) -> Results:
     setup, begin = describe_command(), time.monotonic()
     jobs, absent = [], []
-    # Open MPI's ranks must be started by mpirun, so it has a job of its own.
-    for names in [name for name in backends if name != "mpi"], [name for name in backends if name == "mpi"]:
+    for job in _jobs(backends, providers):
         try:
-            if "mpi" in names and not has_mpirun():
-                raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
-            if names:
-                jobs.append(runner.job(cases, backends=names, variables=ONE_THREAD, **parameters))
+            jobs.append(job.run(runner, cases, parameters))
         except click.ClickException as error:
-            if "mpi" not in names or not jobs:
+            if job.may_fail_as is None:
                 raise
-            absent.append({"variant": "mpi", "absent": error.message})
-    device = jobs[0]["device"]
-    results = runner.results(
-        jobs, cases, setup | parameters | {"device": device, "seconds": time.monotonic() - begin, "backends": backends}
-    )
+            absent.append({"variant": job.may_fail_as, "absent": error.message})
+    if not jobs:
+        raise click.ClickException("; ".join(f"{entry['variant']}: {entry['absent']}" for entry in absent))
+    setup |= parameters | {"device": jobs[0]["device"], "seconds": time.monotonic() - begin, "backends": backends}
+    if providers:
+        setup["provider"] = f"{', '.join(providers)}: each in a job of its own"
+    results = runner.results(jobs, cases, setup)
     results["absent"] += absent
     return results | {"fits": hockney.fits(results)}
 
@@ -468,6 +508,13 @@ def _draw(results: Results, path: Path) -> None:
     metavar="A,B",
     help=f"Of {', '.join(BACKENDS)}.  [default: all]",
 )
+@click.option(
+    "--providers",
+    type=names_of(tuple(PROVIDERS)),
+    default=(),
+    metavar="A,B",
+    help=f"Measure mlxdist once by each of {', '.join(PROVIDERS)}.  [default: as MLXDIST_PROVIDER says]",
+)
 @click.option("--sizes", type=SIZES, help="Sizes of operations.  [default: 4KiB to 16MiB, in steps of 4]")
 @click.option(
     "--tokens",
@@ -489,6 +536,7 @@ def suite(
     runner: Runner,
     only: list[str],
     backends: list[str],
+    providers: list[str],
     sizes: list[int] | None,
     tokens: list[int] | None,
     hidden: int | None,
@@ -501,6 +549,7 @@ def suite(
         mlxdist bench suite --quick
         mlxdist bench suite --hostfile rmlx-hosts.json --output today.json --html today.html
         mlxdist bench suite --only ep_transport,ep_pipeline --tokens 16,512 --hidden 4096
+        mlxdist bench suite --only sendrecv,all_reduce --providers shm,tcp
         mlxdist bench compare yesterday.json today.json
 
     10 iterations to warm up, then 30 that count, a barrier before each; the time is that of the slowest rank, and of a
@@ -512,6 +561,8 @@ def suite(
     The exit status is 1 if a result was wrong, a time is shorter than the memory allows, nothing could be measured, or
     a file could not be written; the table is printed all the same.
     """
+    if providers and OURS not in backends:
+        raise click.BadParameter(f"the backends are {', '.join(backends)}, without {OURS}", param_hint="--providers")
     if sizes:
         check_sizes(sizes, [(name, dtype) for name in only for dtype in SIZED.get(name, ())], runner.ranks)
     sizes = sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST))
@@ -519,4 +570,4 @@ def suite(
     parameters = {"device": device, "quick": quick, "python": platform.python_version()}
     parameters["warm_up"] = QUICK_WARM_UP if quick else WARM_UP
     parameters["iterations"] = QUICK_ITERATIONS if quick else ITERATIONS
-    return _measure(runner, cases, backends, parameters)
+    return _measure(runner, cases, backends, providers, parameters)
