@@ -340,11 +340,13 @@ def test_the_plan():
     assert (sizes["all_reduce"], sizes["all_gather"]) == (4096, 4092)  # all_gather has a part of each rank
 
 
-def test_operations_of_a_root_and_unequal_parts():
-    """Three ranks: the parts of all_to_all_v are unequal from there on. The fits need three sizes."""
+def test_operations_of_a_root_and_unequal_parts(tmp_path):
+    """Three ranks: the parts of all_to_all_v are unequal from there on. The tables by size need three sizes."""
     only = ["all_max", "reduce", "gather", "scatter", "all_to_all_v"]
     words = ["-n", "3", "--quick", "--no-pin", "--backends", "mlxdist,ring", "--sizes", "1200,12KiB,120KiB"]
-    found = json.loads(bench("suite", *words, "--only", ",".join([*only, "barrier"]), "--json").stdout)
+    words += ["--only", ",".join([*only, "barrier"]), "--output", str(tmp_path / "a.json")]
+    printed = bench("suite", *words, "--html", str(tmp_path / "a.html")).stdout
+    found = load(tmp_path / "a.json")
     ours = [result for result in found["cases"] if result["variant"] == OURS]
     sizes = [1200, 12 << 10, 120 << 10]
     assert [tuple(result["case"].values()) for result in ours] == [
@@ -364,6 +366,9 @@ def test_operations_of_a_root_and_unequal_parts():
     for (_, variant), one in fitted.items():
         assert (one["sizes"], one["path"]) == (3, "shared memory" if variant == OURS else None)
         assert one["saturation_bytes"] in sizes and one["algbw"] > 0
+    assert "n_1/2" in printed and "Hockney 1994" in printed and printed.count("all_to_all_v float32") == 4
+    text = (tmp_path / "a.html").read_text()
+    assert "<th>n_1/2</th>" in text and Page(text).seen.count("tr") == 1 + 16 + 1 + len(fitted)
 
 
 @linux

@@ -86,7 +86,7 @@ def _notes(results: dict[str, Any]) -> str:
 
 
 def _by_size(results: dict[str, Any]) -> list[str]:
-    """The fits of operations, which are of the cases that the file has: files of other benchmarks have no fits."""
+    """The lines through the times of operations, made of the cases: only the suite writes them into its files."""
     if not (fits := hockney.fits(results)):
         return []
     table = _table(hockney.COLUMNS, hockney.rows_of(fits))

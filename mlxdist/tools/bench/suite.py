@@ -176,7 +176,7 @@ def _path(world: mlxdist.Group) -> str:
     ranks. Collective."""
     own = enumerate(engine_of(world).world.native_group.paths)
     found = exchange([path for rank, path in own if rank != world.rank()], world)
-    best_first = sorted({path for row in found for path in row}, reverse=True)
+    best_first = sorted({path for row in found for path in row} - {paths.Path.NONE}, reverse=True)
     return " and ".join(paths.Path(path).label for path in best_first)
 
 
@@ -446,7 +446,7 @@ class Job:
         """`Runner.job`; by another provider, "mlxdist" is named after it."""
         if "mpi" in self.backends and not has_mpirun():
             raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
-        found = runner.job(cases, backends=self.backends, variables=ONE_THREAD | self.variables, **parameters)
+        found = runner.job(cases, backends=self.backends, variables={**ONE_THREAD, **self.variables}, **parameters)
         if self.variables:
             for result in itertools.chain(*found["rows"], found["absent"]):
                 result["variant"] = self.may_fail_as
