@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -11,11 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdist.base.environment import Environment
+from mlxdist.base.errors import ResourceError
 from mlxdist.base.gpus import visible_gpus
 from mlxdist.cluster.facts.collect import HostFacts, collect_here
+from mlxdist.launch.jobs import list_jobs
 from mlxdist.runtime.devices.device import REAL_PROVIDER, Device
 from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose
 from mlxdist.runtime.devices.listing import Listing, list_apart
+from mlxdist.runtime.devices.probe_cache import keep_probes
 
 __all__ = ["devices"]
 
@@ -34,6 +37,9 @@ _WITHOUT_RDMA = (
     type=click.Choice([*_PROVIDERS, "all"]),
     help=f"Whose devices: a library's, those of the software provider, or all.  [default: {REAL_PROVIDER}]",
 )
+@click.option(
+    "--probe", is_flag=True, help="Find the limits of each active device by trying; no job may run meanwhile."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--timeout",
@@ -44,25 +50,48 @@ _WITHOUT_RDMA = (
     metavar="SECONDS",
     help="Time for the driver to respond: some calls never return for a port that is down.",
 )
-def devices(provider: str | None, as_json: bool, seconds: float) -> None:
+def devices(provider: str | None, probe: bool, as_json: bool, seconds: float) -> None:
     """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do. And NVIDIA GPUs.
 
     \b
         mlxdist devices                     RDMA devices
         mlxdist devices --provider soft     those that work without hardware
+        mlxdist devices --probe             with limits found by trying, which jobs then plan by
 
     The exit status is 1 if RDMA was requested by name (--provider ibverbs, librdma) and no device of it can be used.
     """
     profile = Environment.read().soft_profile
+    if probe:
+        _check_no_job()
     requested = (REAL_PROVIDER, "soft") if provider == "all" else (provider or REAL_PROVIDER,)
-    listings = [list_apart(name, profile, seconds, pyverbs=True) for name in requested]
+    listings = [list_apart(name, profile, seconds, pyverbs=True, probe=probe) for name in requested]
     facts = collect_here()
     report = [(listing, _diagnose(listing, facts)) for listing in listings]
+    note = _keep(listings) if probe else ""
     if as_json:
         click.echo(json.dumps(_as_json(report, facts), indent=2))
+        click.echo(note, nl=bool(note), err=True)
     else:
-        _print(report)
+        _print(report, note)
     sys.exit(1 if provider in ("ibverbs", "librdma") and not any(map(_is_usable, *zip(*report))) else 0)
+
+
+def _check_no_job() -> None:
+    """Raises ResourceError: a job runs here, whose ranks may need a queue pair while the probe has them all."""
+    if jobs := [job.name for job in list_jobs()]:
+        raise ResourceError(
+            f"job {jobs[0]} runs on this machine, and a probe takes every queue pair of a device for a moment: probe "
+            f"when it has ended, or end it with `mlxdist stop {jobs[0]}`"
+        )
+
+
+def _keep(listings: Sequence[Listing]) -> str:
+    """Keeps what a probe has found. Returns a note that says where, or why not."""
+    try:
+        path = keep_probes(device for listing in listings for device in listing.devices)
+    except (OSError, ResourceError) as error:
+        return f"What the probe has found is not kept: {error}."
+    return "" if path is None else f"What the probe has found is kept in {path} until this machine restarts."
 
 
 def _diagnose(listing: Listing, facts: HostFacts) -> list[Finding]:
@@ -76,11 +105,15 @@ def _is_usable(listing: Listing, findings: Sequence[Finding]) -> bool:
     return "" not in hindered and any(device.name not in hindered for device in listing.devices)
 
 
-def _print(report: Sequence[tuple[Listing, list[Finding]]]) -> None:
+def _print(report: Sequence[tuple[Listing, list[Finding]]], note: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
     found = [device for listing, _ in report for device in listing.devices]
     for table in (_ports(found), _addresses(found), _limits(found)) if found else ():
         console.print(table)
+    if any(device.probe for device in found):
+        console.print(_probes(found))
+    if note:
+        console.print(note, soft_wrap=True)
     for gpu in visible_gpus():
         console.print(f"GPU {gpu}", soft_wrap=True)
     for listing, findings in report:
@@ -129,15 +162,23 @@ def _addresses(found: Sequence[Device]) -> Table:
 
 
 def _limits(found: Sequence[Device]) -> Table:
-    """A table with one column per set of equal limits: cards have many ports, and terminals few columns."""
-    names = list(dict.fromkeys(name for device in found for name in device.limits))
+    return _kinds("Limits", {device.name: device.limits for device in found}, _count)
+
+
+def _probes(found: Sequence[Device]) -> Table:
+    return _kinds("Found by a probe", {device.name: device.probe.in_words() for device in found if device.probe}, str)
+
+
+def _kinds(title: str, of: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str]) -> Table:
+    """A table with one column per set of equal values: cards have many ports, and terminals few columns."""
+    names = list(dict.fromkeys(name for values in of.values() for name in values))
     kinds: dict[tuple, list[str]] = {}
-    for device in found:
-        if device.limits:
-            kinds.setdefault(tuple(device.limits.get(name) for name in names), []).append(device.name)
-    table = _table("Limits", ("",), ["\n".join(devices) for devices in kinds.values()])
+    for device, values in of.items():
+        if values:
+            kinds.setdefault(tuple(values.get(name) for name in names), []).append(device)
+    table = _table(title, ("",), ["\n".join(devices) for devices in kinds.values()])
     for row in zip(names, *kinds):
-        table.add_row(row[0], *map(_count, row[1:]))
+        table.add_row(row[0], *map(show, row[1:]))
     return table
 
 

@@ -10,9 +10,9 @@ import contextlib
 import fcntl
 import os
 import shutil
-import sys
 from pathlib import Path
 
+from mlxdist.base.cache_directory import cache_directory
 from mlxdist.base.private_files import make_private_directory, open_private
 
 __all__ = ["JitCache"]
@@ -56,7 +56,7 @@ class JitCache:
     def _take_slot(self) -> Path | None:
         # Without a home directory, on a disk that is read-only or full, or a file system without locks: none.
         with contextlib.suppress(OSError, RuntimeError):
-            parent = _cache_directory()
+            parent = cache_directory() / "jit"
             parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Ranks load the libraries that they find there: nothing of it may be another user's.
             if not all(make_private_directory(directory) for directory in (parent.parent, parent)):
@@ -87,9 +87,3 @@ class JitCache:
             for path in files:
                 if os.path.splitext(path)[1] and os.stat(path).st_mtime >= since:  # neither the lock nor the mark
                     os.unlink(path)
-
-
-def _cache_directory() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlxdist" / "jit"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "mlxdist" / "jit"

@@ -265,6 +265,31 @@ typedef struct mlxdist_gid {
 
 #define MLXDIST_GIDS 64 /* addresses of a device that are listed, at most */
 
+/* What a probe tries at most: a result of so many means that many or more. */
+#define MLXDIST_PROBE_QUEUE_PAIRS 16
+#define MLXDIST_PROBE_RECEIVES 8191
+#define MLXDIST_PROBE_INLINE 256
+#define MLXDIST_PROBE_REGIONS 128
+#define MLXDIST_PROBE_REGION_BYTES 67108864
+
+/* What a device takes, found by trying. */
+typedef struct mlxdist_probe {
+  char error[160];           /* the call that failed, and how; "" where everything below is known */
+  int32_t uc, rc;            /* 1: a queue pair of the unreliable, of the reliable connection can be made */
+  int32_t queue_pairs;       /* at one time; of UC where there is that, else of RC */
+  int32_t queue_pair_errno;  /* why there was no further one; 0 where the provider does not say, or was not asked */
+  int32_t receives;          /* that a queue pair has room for; the largest of 8191, 4095, 2047, ... */
+  int32_t inline_bytes;      /* that a send may carry in its work request; the largest of 256, 128, ..., 16; or 0 */
+  int32_t region_local;      /* 1: a region takes LOCAL_WRITE alone, */
+  int32_t region_remote;     /* with REMOTE_READ and REMOTE_WRITE; */
+  int32_t queue_pair_local;  /* likewise a queue pair */
+  int32_t queue_pair_remote; /* at INIT */
+  int32_t regions;           /* at one time */
+  uint64_t region_bytes;     /* of one region, in steps of 16 KiB */
+  int32_t kept;              /* objects that the device did not take back */
+  uint32_t microseconds;     /* that the probe took */
+} mlxdist_probe;
+
 typedef struct mlxdist_device {
   char name[64];
   char error[160]; /* the call that failed, and how; "" where everything below is known */
@@ -287,13 +312,16 @@ typedef struct mlxdist_device {
   int32_t max_cqe;
   int32_t max_mr;
   int32_t max_pd;
+  mlxdist_probe probe;            /* all zero where none was requested */
   int32_t gid_count;              /* of those below */
   mlxdist_gid gids[MLXDIST_GIDS]; /* those that are not zero */
 } mlxdist_device;
 
 /* The devices of a provider ("soft", "ibverbs", "librdma"): writes the first `room` of them and returns their number,
- * or -1 with the text in mlxdist_last_error(). Each is opened and closed. `soft_profile` counts for "soft". */
-int64_t mlxdist_devices(const char* provider, const char* soft_profile, mlxdist_device* devices, uint64_t room);
+ * or -1 with the text in mlxdist_last_error(). Each is opened and closed. `soft_profile` counts for "soft".
+ * `probe`: 1 to probe each active device, too, which takes all its queue pairs for a moment: no job should run. */
+int64_t mlxdist_devices(const char* provider, const char* soft_profile, int32_t probe, mlxdist_device* devices,
+                        uint64_t room);
 
 /* The call of the library that mlxdist_devices is in, in any thread: "ibv_open_device(rdma_en2)"; "" in none. Drivers
  * have calls that never return. */

@@ -99,7 +99,6 @@ bool device_is_up(const struct device *device) {
  * more. But JACCL, llama.cpp and ds4, which run there, use remote access as well, and llama.cpp found LOCAL_WRITE alone
  * rejected. How a provider rejects flags differs, and some give no reason: so any error leads to the next flags.
  */
-enum { NARROW = IBV_ACCESS_LOCAL_WRITE, WIDE = NARROW | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE };
 
 /* What the first flags failed with matters most: they are those that the device is expected to take. */
 static int fail_both(const struct device *device, const char *verb, const int *flags, const int *errors) {
@@ -119,7 +118,8 @@ typedef bool access_attempt(void *context, int access);
  * error names what was tried. */
 static int find_access_flags(const struct device *device, const char *verb, access_attempt *attempt, void *context,
                              int *found) {
-  const int flags[] = {device->whole_frames ? WIDE : NARROW, device->whole_frames ? NARROW : WIDE};
+  const int flags[] = {device->whole_frames ? ACCESS_REMOTE : ACCESS_LOCAL,
+                       device->whole_frames ? ACCESS_LOCAL : ACCESS_REMOTE};
   int errors[2];
   if (*found) {
     errno = 0;

@@ -7,6 +7,7 @@
 #include "error.h"
 #include "explain.h"
 #include "mlxdist.h"
+#include "probe.h"
 #include "providers.h"
 
 #include <arpa/inet.h>
@@ -132,8 +133,16 @@ static void complain(mlxdist_device *device, const char *call, int error) {
 /* What the library left in errno where it returned nothing better: it sets one and returns -1, or returns it. */
 static int error_of(int result) { return result > 0 ? result : errno ? errno : EIO; }
 
-static void read_device(const struct verbs *verbs, struct ibv_device *handle, int position, mlxdist_device *device,
-                        const struct ifaddrs *interfaces) {
+/* On a port that is down Apple's library refuses a protection domain, or hangs. */
+static void probe_port(const struct verbs *verbs, struct ibv_context *context, mlxdist_device *device) {
+  if (device->state == IBV_PORT_ACTIVE)
+    probe_device(verbs, context, enter, &device->probe);
+  else
+    snprintf(device->probe.error, sizeof device->probe.error, "the port is not active");
+}
+
+static void read_device(const struct verbs *verbs, struct ibv_device *handle, int position, bool probe,
+                        mlxdist_device *device, const struct ifaddrs *interfaces) {
   *device = (mlxdist_device){.transport = (int32_t)handle->transport_type};
   char which[32];
   snprintf(which, sizeof which, "device %d of the list", position);
@@ -162,6 +171,7 @@ static void read_device(const struct verbs *verbs, struct ibv_device *handle, in
   if (!result) {
     read_port(&port, device);
     read_gids(verbs, context, port.gid_tbl_len, device, interfaces);
+    if (probe) probe_port(verbs, context, device);
   }
   enter("ibv_close_device", device->name);
   verbs->close_device(context);
@@ -169,7 +179,8 @@ static void read_device(const struct verbs *verbs, struct ibv_device *handle, in
 
 const char *mlxdist_port_remedy(void) { return verbs_port_remedy(); }
 
-int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_device *devices, uint64_t room) {
+int64_t mlxdist_devices(const char *provider, const char *soft_profile, int32_t probe, mlxdist_device *devices,
+                        uint64_t room) {
   char why[512];
   enter("dlopen", provider);
   const struct verbs *verbs = verbs_provider(provider, soft_profile, why, sizeof why);
@@ -191,7 +202,7 @@ int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_
   }
   struct ifaddrs *interfaces = NULL;
   if (getifaddrs(&interfaces) != 0) interfaces = NULL; /* then no address has an interface */
-  for (int i = 0; i < count && (uint64_t)i < room; i++) read_device(verbs, list[i], i, &devices[i], interfaces);
+  for (int i = 0; i < count && (uint64_t)i < room; i++) read_device(verbs, list[i], i, probe, &devices[i], interfaces);
   freeifaddrs(interfaces);
   enter("ibv_free_device_list", "");
   verbs->free_device_list(list);

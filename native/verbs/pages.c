@@ -2,14 +2,12 @@
 #include "pages.h"
 
 #include <errno.h>
-#include <stdint.h>
 #include <sys/mman.h>
 
 #ifdef __APPLE__
 #include <mach/vm_inherit.h>
 #endif
 
-#define PAGE ((uint64_t)16 << 10)
 #define WINDOW ((uint64_t)4 << 30)
 
 static uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -27,14 +25,14 @@ int pages_keep_from_children(void *memory, size_t bytes) {
 
 /* A boundary that lies in twice the size leaves the whole size on one of its sides. */
 void *pages_alloc(size_t bytes) {
-  uint64_t size = round_up(bytes ? bytes : 1, PAGE), reserved = 2 * size + PAGE;
+  uint64_t size = round_up(bytes ? bytes : 1, PAGES_UNIT), reserved = 2 * size + PAGES_UNIT;
   if (bytes > WINDOW) {
     errno = ENOMEM;
     return NULL;
   }
   char *reservation = mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (reservation == MAP_FAILED) return NULL;
-  uint64_t begin = (uint64_t)(uintptr_t)reservation, start = round_up(begin, PAGE);
+  uint64_t begin = (uint64_t)(uintptr_t)reservation, start = round_up(begin, PAGES_UNIT);
   if (start / WINDOW != (start + size - 1) / WINDOW) start = round_up(start, WINDOW);
 
   char *memory = reservation + (start - begin), *rest = memory + size;
@@ -49,5 +47,5 @@ void *pages_alloc(size_t bytes) {
 }
 
 void pages_free(void *memory, size_t bytes) {
-  if (memory) munmap(memory, round_up(bytes ? bytes : 1, PAGE));
+  if (memory) munmap(memory, round_up(bytes ? bytes : 1, PAGES_UNIT));
 }

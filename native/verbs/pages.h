@@ -2,8 +2,11 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
-/* Begins at a multiple of 16 KiB, Apple's page, and has no boundary of 4 GiB inside: Apple's provider takes such a
+#define PAGES_UNIT (UINT64_C(16) << 10) /* Apple's page */
+
+/* Begins at a multiple of PAGES_UNIT, and has no boundary of 4 GiB inside: Apple's provider takes such a
  * region and corrupts what is received there. Hence at most 4 GiB. NULL, with errno set, if there is no such memory.
  * A child of a fork does not have it. */
 void* pages_alloc(size_t bytes);

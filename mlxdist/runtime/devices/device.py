@@ -4,11 +4,14 @@ import enum
 import ipaddress
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mlxdist.base.errors import ResourceError, Timeout
+from mlxdist.base.validation import build
 from mlxdist.runtime.internal_thread import InternalThread
+
+from .probe import Probe
 
 __all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Form", "Gid", "list_devices", "port_remedy", "speed_of"]
 
@@ -107,6 +110,7 @@ class Device:
     active_mtu: int | None = None
     max_mtu: int | None = None
     limits: Mapping[str, int] = field(default_factory=dict, hash=False)
+    probe: Probe | None = None  # limits that were tried, which count where those that the device says differ
 
     @property
     def is_active(self) -> bool:
@@ -135,7 +139,7 @@ class Device:
             }
             for gid in self.gids
         ]
-        return vars(self) | {"gids": gids, "limits": dict(self.limits)}
+        return vars(self) | {"gids": gids, "limits": dict(self.limits), "probe": self.probe and vars(self.probe)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Device":
@@ -143,11 +147,17 @@ class Device:
             Gid(gid["index"], gid["type"], ipaddress.IPv6Address(gid["gid"]).packed, gid["prefix"], gid["interface"])
             for gid in fields["gids"]
         )
-        return cls(**dict(fields) | {"gids": gids})
+        probe = fields["probe"] and build(Probe, fields["probe"])
+        return cls(**dict(fields) | {"gids": gids, "probe": probe})
 
 
-def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10.0) -> list[Device]:
+def list_devices(
+    provider: str, soft_profile: str = "ideal", seconds: float = 10.0, probe: bool = False
+) -> list[Device]:
     """All devices of a provider, each opened, queried and closed.
+
+    Args:
+        probe: probe each active device, too: that takes all its queue pairs for a moment.
 
     Raises:
         ResourceError: there is no such provider here, or it cannot list its devices.
@@ -160,7 +170,7 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
     failure: list[str] = []
 
     def query() -> None:
-        found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), array, _MAX_DEVICES))
+        found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), probe, array, _MAX_DEVICES))
         failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
 
     # In a thread of its own: Apple's driver does not return for ports that are down.
@@ -176,7 +186,10 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
         )
     if found[0] < 0:
         raise ResourceError(failure[0])
-    return [_device(provider, array[i], ffi) for i in range(min(found[0], _MAX_DEVICES))]
+    devices = [_device(provider, array[i], ffi) for i in range(min(found[0], _MAX_DEVICES))]
+    if not probe:
+        return devices
+    return [d if d.error else replace(d, probe=_probe(array[i].probe, ffi)) for i, d in enumerate(devices)]
 
 
 def port_remedy() -> str:
@@ -212,6 +225,14 @@ def _device(provider: str, native: Any, ffi: Any) -> Device:
         max_mtu=native.max_mtu or None,
         limits={limit: getattr(native, limit) for limit in LIMITS},
     )
+
+
+def _probe(native: Any, ffi: Any) -> Probe:
+    """The result of a probe. C has numbers where Python has flags and a text."""
+    error = _text(native.error, ffi)
+    values = {one.name: getattr(native, one.name) for one in fields(Probe) if one.name != "error"}
+    flags = {one.name: bool(values[one.name]) for one in fields(Probe) if one.type is bool}
+    return Probe(error) if error else Probe(**values | flags)
 
 
 def _gid(native: Any, ffi: Any) -> Gid:

@@ -1,6 +1,6 @@
 """Lists the devices in a process of its own: drivers hang, and crash, on ports that are down.
 
-python -m mlxdist.runtime.devices.listing PROVIDER SOFT_PROFILE SECONDS     prints JSON
+python -m mlxdist.runtime.devices.listing PROVIDER SOFT_PROFILE SECONDS [pyverbs|probe]     prints JSON
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.runtime.internal_thread import InternalThread
 
 from .device import Device, list_devices
+from .probe_cache import with_probes
 
 __all__ = ["Listing", "list_apart", "may_have_devices"]
 
@@ -35,14 +36,21 @@ class Listing:
     source: str = "mlxdist"  # or "pyverbs"
 
 
-def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0, pyverbs: bool = False) -> Listing:
-    """All devices of a provider. Never raises, never waits much longer than ``seconds``.
+def list_apart(
+    provider: str, soft_profile: str = "ideal", seconds: float = 10.0, pyverbs: bool = False, probe: bool = False
+) -> Listing:
+    """All devices of a provider, with the kept results of probes. Never raises, never waits much longer than
+    ``seconds``.
 
     Args:
         pyverbs: rdma-core's Python bindings list them, where they are installed.
+        probe: probe each active device: that takes all its queue pairs for a moment. pyverbs does not.
     """
     command = module_command("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
-    command += ["pyverbs"] if pyverbs and provider == "ibverbs" and importlib.util.find_spec("pyverbs") else []
+    if probe:
+        command.append("probe")
+    elif pyverbs and provider == "ibverbs" and importlib.util.find_spec("pyverbs"):
+        command.append("pyverbs")
     try:
         child = subprocess.Popen(
             command,
@@ -72,7 +80,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
         last = complaint.strip().splitlines()[-1:] or ["it printed nothing"]
         return Listing(provider, error=f"listing the devices of {provider} failed: {last[0]}")
     devices = tuple(Device.from_json(fields) for fields in response["devices"])
-    return Listing(provider, devices, response["error"], response["source"])
+    return Listing(provider, devices if probe else with_probes(devices), response["error"], response["source"])
 
 
 def may_have_devices() -> bool:
@@ -83,19 +91,20 @@ def may_have_devices() -> bool:
     return directory.is_dir() and any(directory.iterdir())
 
 
-def _respond(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> Listing:
+def _respond(provider: str, soft_profile: str, seconds: float, pyverbs: bool, probe: bool) -> Listing:
     try:
         if pyverbs:
             from . import with_pyverbs
 
             return Listing(provider, tuple(with_pyverbs.list_devices()), source="pyverbs")
-        return Listing(provider, tuple(list_devices(provider, soft_profile, seconds)))
+        return Listing(provider, tuple(list_devices(provider, soft_profile, seconds, probe)))
     except errors.Error as error:
         return Listing(provider, error=str(error), source="pyverbs" if pyverbs else "mlxdist")
 
 
 def _main(arguments: list[str]) -> None:
-    listing = _respond(arguments[0], arguments[1], float(arguments[2]), "pyverbs" in arguments[3:])
+    provider, profile, seconds, *how = arguments
+    listing = _respond(provider, profile, float(seconds), "pyverbs" in how, "probe" in how)
     devices = [device.to_json() for device in listing.devices]
     print(json.dumps(vars(listing) | {"devices": devices}), flush=True)
     os._exit(0)  # a thread that hangs in a driver is not waited for

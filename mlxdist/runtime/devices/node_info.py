@@ -13,6 +13,7 @@ from mlxdist.base.validation import (
     hex_bytes,
     list_of,
     number,
+    object_of,
     one_of,
     or_null,
     plain_text,
@@ -22,6 +23,7 @@ from mlxdist.base.validation import (
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
+from .probe import Probe
 
 __all__ = ["NodeInfo"]
 
@@ -112,6 +114,7 @@ def _pack_device(device: Device) -> dict[str, Any]:
         "link_layer": device.link_layer,
         "speed": device.speed,
         "max_qp": max(0, device.limits.get("max_qp", 0)),
+        "probe": device.probe and vars(device.probe),
         "gids": [[gid.index, gid.type, gid.address.hex(), gid.prefix] for gid in gids],
     }
 
@@ -139,6 +142,7 @@ _DEVICE = {
     "link_layer": plain_text(_MAX_TEXT),
     "speed": or_null(positive(_MAX_SPEED)),
     "max_qp": number(0, 2**31 - 1),
+    "probe": or_null(object_of(Probe)),
     "gids": list_of(_gid, _MAX_INDEX + 1),
 }
 _FIELDS = {

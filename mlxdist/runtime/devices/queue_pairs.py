@@ -2,7 +2,8 @@
 
 Thunderbolt devices have 10 (on macOS 27: 3), over all processes of a Mac. R ranks on each of two Macs make R * R pairs
 of ranks over the cable between them, and each pair takes 2 queue pairs at both ends: 2 ranks a Mac need 8, and 3 would
-need 18.
+need 18. With 3 queue pairs a cable joins one pair of ranks, hence one rank a Mac, also in a mesh of Macs, where each
+pair of them has a cable of its own.
 """
 
 import collections
@@ -14,6 +15,7 @@ from mlxdist.base.errors import InvalidArgument, name_ranks
 from .device import Device
 from .links import Choice
 from .node_info import NodeInfo
+from .probe import MOST
 
 __all__ = ["OF_A_LINK", "advice", "check_queue_pairs", "in_words", "usable"]
 
@@ -22,11 +24,17 @@ _THUNDERBOLT = 10  # Apple's TN3205; query_device says 11 there, and on macOS 27
 
 
 def usable(device: Device) -> int | None:
-    """How many queue pairs a device really has; None where it does not say."""
+    """How many queue pairs a device really has: those that a probe could make, else by rule; None where nothing says.
+
+    A probe tries no more than 16, so there the device may have more: it has as many as it says.
+    """
     max_qp = device.limits.get("max_qp", 0)
-    if device.is_thunderbolt:
+    probed = device.probe.queue_pairs if device.probe else 0
+    if 0 < probed < MOST["queue_pairs"]:
+        return probed
+    if device.is_thunderbolt and not probed:
         return min(max_qp, _THUNDERBOLT) if max_qp else _THUNDERBOLT
-    return max_qp or None
+    return max(max_qp, probed) if max_qp else None
 
 
 def check_queue_pairs(
@@ -61,19 +69,26 @@ def check_queue_pairs(
             ranks, peers = (name_ranks(sorted(set(side))) for side in zip(*joined))
             host = next(node.host for node in nodes if node.identity == key[0])
             text = in_words(key[2], len(joined), limits[key])
-            raise InvalidArgument(f"host {host}: {text}; it connects {ranks} to {peers}; {advice(limits[key])}")
+            remedy = advice(len(joined), limits[key])
+            raise InvalidArgument(f"host {host}: {text}; it connects {ranks} to {peers}; {remedy}")
 
 
 def in_words(device: str, pairs: int, limit: int) -> str:
     return (
-        f"{device} has {limit} queue pairs, and {pairs} pairs of ranks over it would need {OF_A_LINK * pairs}: "
-        f"{OF_A_LINK} each"
+        f"{device} has {limit} queue pair{'s' * (limit > 1)}, and {pairs} pair{'s' * (pairs > 1)} of ranks over it "
+        f"would need {OF_A_LINK * pairs}: {OF_A_LINK} each"
     )
 
 
-def advice(limit: int) -> str:
-    ranks = math.isqrt(limit // OF_A_LINK)
+def advice(pairs: int, limit: int) -> str:
+    """What to do where ``pairs`` of ranks would share a device that has ``limit`` queue pairs."""
+    tcp = "let them use TCP: MLXDIST_PROVIDER=soft"
+    joined = limit // OF_A_LINK
+    if not joined:
+        return f"end the programs that hold its other queue pairs, count them with `mlxdist devices --probe`, or {tcp}"
+    ranks = math.isqrt(joined)
     return (
         f"start at most {ranks} rank{'s' * (ranks > 1)} on each host ({OF_A_LINK} * {ranks} * {ranks} = "
-        f"{OF_A_LINK * ranks**2}), add cables, or let them use TCP: MLXDIST_PROVIDER=soft"
+        f"{OF_A_LINK * ranks**2}), connect the hosts by {math.ceil(pairs / joined)} cables, each for {joined} "
+        f"pair{'s' * (joined > 1)} of ranks, with a row for each rank in MLXDIST_DEVICE_MAP, or {tcp}"
     )

@@ -40,7 +40,7 @@ def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> Iterator[F
         pairs.update(dict.fromkeys(devices[:MAX_LINKS], host.slots * other.slots))
     for device, count in pairs.items():
         if device in limits and OF_A_LINK * count > limits[device]:
-            yield fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
+            yield fail(host.name, in_words(device, count, limits[device]), advice(count, limits[device]))
 
 
 def _of_host(host: Host, rdma: dict, wanted: bool) -> Iterator[Finding]:

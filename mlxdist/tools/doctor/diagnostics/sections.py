@@ -10,9 +10,11 @@ from typing import Any
 from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import build
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
+from mlxdist.runtime.devices.probe import Probe
 
 from ..cluster import CheckOptions, Cluster
 from ..diagnose import diagnose, failed_hosts
@@ -116,14 +118,23 @@ def _fill_devices(section: Section, context: Context) -> None:
                 device["active_mtu"] or "",
                 ", ".join(f"{gid['index']}: {gid['gid']} {gid['interface']}" for gid in device["gids"]),
                 ", ".join(f"{name} {value}" for name, value in device["limits"].items()),
+                _probe_in_words(device["probe"]),
             )
             for device in rdma["devices"]
         ]
-        columns = ("device", "state", "link", "Gb/s", "MTU", "GIDs", "limits")
+        columns = ("device", "state", "link", "Gb/s", "MTU", "GIDs", "limits", "found by a probe")
         section.text += f"\n### {host}\n\n" + (table(columns, rows) if rows else "There is no RDMA device.\n")
         findings = [(f["verdict"], f["subject"], f["what"], f["remedy"]) for f in rdma["findings"]]
         section.text += "\n" + table(("verdict", "device", "what was found", "what to do"), findings)
         section.data[host] = rdma
+
+
+def _probe_in_words(found: dict[str, Any] | None) -> str:
+    """What a probe has found since the host has started. The report makes none itself: other programs, which doctor
+    does not know, may need the queue pairs that it would take."""
+    if found is None:
+        return "not probed: `mlxdist devices --probe` on that host, then the report again"
+    return ", ".join(f"{name} {value}" for name, value in build(Probe, found).in_words().items())
 
 
 def _cluster_of(context: Context) -> Cluster:

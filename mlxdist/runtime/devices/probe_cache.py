@@ -1,0 +1,96 @@
+"""Results of probes, kept until the machine restarts: ranks read them, and only a user's command probes.
+
+A probe takes every queue pair of a device for a moment. A rank that probed at its start would take them from another
+rank that connects, which on macOS 27 has 3 to share. So a job never probes: `mlxdist devices --probe` does, once.
+
+A result counts for a device with the same name, GUID and firmware, under the same kernel and since the same boot. On a
+Mac the driver is a part of macOS, so another driver means another boot.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base import logger
+from mlxdist.base.atomic_file import replace_file
+from mlxdist.base.cache_directory import cache_directory
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.host_identity import boot_identity
+from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import fields_of, list_of, number, object_of, plain_text, read_bounded, row_of
+
+from .device import Device
+from .probe import Probe
+
+__all__ = ["keep_probes", "with_probes"]
+
+SCHEMA = 1
+_MAX_BYTES = 256 * 1024
+_MAX_DEVICES = 256
+_TEXT = plain_text(1024)
+_DEVICE = row_of(row_of(_TEXT, _TEXT, _TEXT, _TEXT), object_of(Probe))
+_FIELDS = {"schema": number(SCHEMA, SCHEMA), "boot": _TEXT, "system": _TEXT, "devices": list_of(_DEVICE, _MAX_DEVICES)}
+
+_Key = tuple[str, ...]
+
+
+def keep_probes(devices: Iterable[Device]) -> Path | None:
+    """Keeps the results of these devices beside those of others. Returns the file; None without any result to keep.
+
+    Those of the software provider are not kept, since they are those of its profile, which differs from job to job.
+
+    Raises:
+        OSError: the file cannot be written.
+        ResourceError: this user has no home directory, or the system does not tell one boot from the next.
+    """
+    found = {_key(d): d.probe for d in devices if d.provider != "soft" and d.probe and not d.probe.error}
+    if not found:
+        return None
+    path = _path()
+    if path is None or not boot_identity():
+        raise ResourceError("this user has no home directory" if path is None else "this system has no boot identifier")
+    rows = [[key, vars(probe)] for key, probe in (_read() | found).items()]
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(path, json.dumps(_current() | {"devices": rows}, indent=1) + "\n", 0o600)
+    return path
+
+
+def with_probes(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """The devices with their kept results, where there are any. A file that is damaged has none, with a warning."""
+    found = _read()
+    return tuple(replace(device, probe=found.get(_key(device))) for device in devices)
+
+
+def _read() -> dict[_Key, Probe]:
+    path = _path()
+    if path is None or not path.exists():
+        return {}
+    try:
+        content = parse_json(read_bounded(path, _MAX_BYTES))
+        if type(content) is dict and content.get("schema") != SCHEMA:  # of another version of mlxdist
+            return {}
+        content = fields_of(_FIELDS, content)
+    except ValueError as error:
+        logger.warn("connection", f"{path} is damaged: {error}; make it anew with `mlxdist devices --probe`")
+        return {}
+    is_current = content["boot"] and all(content[name] == value for name, value in _current().items())
+    return dict(content["devices"]) if is_current else {}
+
+
+def _path() -> Path | None:
+    try:
+        return cache_directory() / "probes.json"
+    except RuntimeError:  # this user has no home directory
+        return None
+
+
+def _current() -> dict[str, Any]:
+    kernel = os.uname()
+    return {"schema": SCHEMA, "boot": boot_identity(), "system": f"{kernel.sysname} {kernel.release} {kernel.version}"}
+
+
+def _key(device: Device) -> _Key:
+    return device.provider, device.name, device.guid, device.firmware
