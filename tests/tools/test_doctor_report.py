@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from doctor_facts import cluster
 from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from softverbs_library import LIBRARY, linux
 from ssh_hosts import ssh_hosts
@@ -21,6 +22,9 @@ from waiting import late
 from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.hostfile.parsing import parse
+from mlxdist.runtime.devices.listing import list_apart
+from mlxdist.runtime.devices.probe_cache import keep_probes
+from mlxdist.tools.doctor import facts
 from mlxdist.tools.doctor.diagnose import make_options
 from mlxdist.tools.doctor.diagnostics.command import make_report
 from mlxdist.tools.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
@@ -99,6 +103,27 @@ def library(tmp_path, monkeypatch) -> None:
     directory.mkdir()
     (directory / "libibverbs.so.1").symlink_to(LIBRARY)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(directory))
+
+
+@linux
+def test_limits_that_a_probe_has_found(library, tmp_path, monkeypatch):
+    """The report has them, and where there are none how to get them. It makes no probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SOFTVERBS_PROFILE", "apple-tb5-27")
+    (step,) = steps("devices")
+
+    def report() -> Section:
+        section = Section("devices", "RDMA devices")
+        step.fill(section, context(cluster=cluster(names=["a"], rdma=facts.devices())))
+        return section
+
+    text = report().text
+    assert "not probed: `mlxdist devices --probe` on that host" in text and "queue pairs 3" not in text
+    keep_probes(list_apart("ibverbs", probe=True).devices)
+    section = report()
+    assert "connections UC, queue pairs 3, then ENOMEM, receives of a queue pair 4095," in section.text
+    assert section.data["a"]["devices"][0]["probe"]["region_bytes"] == 0xFA0000
+    assert section.data["a"]["devices"][0]["queue_pairs"] == 3
 
 
 @linux

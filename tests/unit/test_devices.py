@@ -31,7 +31,7 @@ NO_RDMA = not Path("/sys/class/infiniband").is_dir() and sys.platform == "linux"
 
 def ask(provider: str, profile: str = "ideal") -> tuple[int, Any]:
     devices = ffi.new("mlxdist_device[]", 16)
-    return lib.mlxdist_devices(provider.encode(), profile.encode(), devices, 16), devices
+    return lib.mlxdist_devices(provider.encode(), profile.encode(), 0, devices, 16), devices
 
 
 def last_error() -> str:
@@ -72,7 +72,7 @@ def test_every_device_has_an_address_in_memory():
 def test_no_more_devices_are_written_than_there_is_room_for(room):
     devices = ffi.new("mlxdist_device[]", 3)
     ffi.memmove(devices, b"\xaa" * ffi.sizeof(devices), ffi.sizeof(devices))
-    assert lib.mlxdist_devices(b"soft", b"ideal", devices, room) == 2
+    assert lib.mlxdist_devices(b"soft", b"ideal", 0, devices, room) == 2
     rest = bytes(ffi.buffer(devices))[room * ffi.sizeof("mlxdist_device") :]
     assert rest == b"\xaa" * len(rest)
 
@@ -246,6 +246,16 @@ def test_a_device_that_refuses_is_listed_with_its_error(driver, call):
     found = ibverbs(driver, status=None, DRIVER_FAILS=f"ibv_{call}:rxe1:13")
     assert [d["error"] for d in found["devices"]] == ["", f"ibv_{call}: Permission denied (errno 13)"]
     assert "not permitted" in [finding["verdict"] for finding in found["findings"]]
+
+
+def test_a_port_that_is_down_is_not_probed(driver, tmp_path):
+    """This driver ends its process at the first object that it is asked for."""
+    places = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    (down,) = ibverbs(driver, "--probe", status=1, DRIVER_DEVICES="rxe1=1,2", **places)["devices"]
+    assert down["probe"]["error"] == "the port is not active"
+    assert not (tmp_path / "cache").exists()
+    found = ibverbs(driver, "--probe", status=1, **places)
+    assert found["error"] == "listing the devices of ibverbs crashed (SIGABRT): its driver is broken"
 
 
 def test_a_library_that_cannot_list(driver):

@@ -66,7 +66,7 @@ def with_probes(devices: Iterable[Device]) -> tuple[Device, ...]:
 
 def _read() -> dict[_Key, Probe]:
     path = _path()
-    if path is None or not path.exists():
+    if path is None or not os.path.exists(path):
         return {}
     try:
         content = parse_json(read_bounded(path, _MAX_BYTES))
