@@ -70,7 +70,8 @@ def devices(provider: str | None, probe: bool, as_json: bool, seconds: float) ->
     note = _keep(listings) if probe else ""
     if as_json:
         click.echo(json.dumps(_as_json(report, facts), indent=2))
-        click.echo(note, nl=bool(note), err=True)
+        if note:
+            click.echo(note, err=True)
     else:
         _print(report, note)
     sys.exit(1 if provider in ("ibverbs", "librdma") and not any(map(_is_usable, *zip(*report))) else 0)
@@ -162,28 +163,28 @@ def _addresses(found: Sequence[Device]) -> Table:
 
 
 def _limits(found: Sequence[Device]) -> Table:
-    return _kinds("Limits", {device.name: device.limits for device in found}, _count)
+    return _kinds("Limits", [(device.name, device.limits) for device in found], _count)
 
 
 def _probes(found: Sequence[Device]) -> Table:
-    return _kinds("Found by a probe", {device.name: device.probe.in_words() for device in found if device.probe}, str)
+    return _kinds("Found by a probe", [(device.name, device.probe.in_words()) for device in found if device.probe], str)
 
 
-def _kinds(title: str, of: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str]) -> Table:
+def _kinds(title: str, of: Sequence[tuple[str, Mapping[str, Any]]], show: Callable[[Any], str]) -> Table:
     """A table with one column per set of equal values: cards have many ports, and terminals few columns."""
-    names = list(dict.fromkeys(name for values in of.values() for name in values))
+    names = list(dict.fromkeys(name for _, values in of for name in values))
     kinds: dict[tuple, list[str]] = {}
-    for device, values in of.items():
+    for device, values in of:
         if values:
             kinds.setdefault(tuple(values.get(name) for name in names), []).append(device)
     table = _table(title, ("",), ["\n".join(devices) for devices in kinds.values()])
     for row in zip(names, *kinds):
-        table.add_row(row[0], *map(show, row[1:]))
+        table.add_row(row[0], *("" if value is None else show(value) for value in row[1:]))
     return table
 
 
-def _count(limit: int | None) -> str:
-    return "" if limit is None else "none" if limit >= 2**63 else str(limit)
+def _count(limit: int) -> str:
+    return "none" if limit >= 2**63 else str(limit)
 
 
 def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: HostFacts) -> dict[str, Any]:

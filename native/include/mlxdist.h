@@ -270,7 +270,7 @@ typedef struct mlxdist_gid {
 #define MLXDIST_PROBE_RECEIVES 8191
 #define MLXDIST_PROBE_INLINE 256
 #define MLXDIST_PROBE_REGIONS 128
-#define MLXDIST_PROBE_REGION_BYTES 67108864
+#define MLXDIST_PROBE_REGION_BYTES 33554432
 
 /* What a device takes, found by trying. */
 typedef struct mlxdist_probe {

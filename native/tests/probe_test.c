@@ -79,7 +79,7 @@ static void test_calls(void) {
     CHECK_EQUAL(count("ibv_create_cq "), 1);
     CHECK_EQUAL(count("ibv_modify_qp "), 2);
     CHECK(count("ibv_create_qp ") <= 2 + MLXDIST_PROBE_QUEUE_PAIRS + 13 + 5 + 2, "%d", count("ibv_create_qp "));
-    CHECK(count("ibv_reg_mr ") <= 2 + 13 + MLXDIST_PROBE_REGIONS, "%d", count("ibv_reg_mr "));
+    CHECK(count("ibv_reg_mr ") <= 2 + 12 + MLXDIST_PROBE_REGIONS, "%d", count("ibv_reg_mr "));
     CHECK(count("ibv_destroy_qp ") <= count("ibv_create_qp ") && count("ibv_dereg_mr ") <= count("ibv_reg_mr "));
   }
 }

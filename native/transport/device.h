@@ -5,8 +5,7 @@
 
 #include <stdbool.h>
 
-/* Access flags of memory regions and queue pairs: peers never read or write the memory themselves, but not every
- * device takes the first ones (device.c). */
+/* Access flags of memory regions and queue pairs. Which of them a device takes is found by trying (device.c). */
 enum {
   ACCESS_LOCAL = IBV_ACCESS_LOCAL_WRITE,
   ACCESS_REMOTE = ACCESS_LOCAL | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE

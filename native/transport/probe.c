@@ -33,8 +33,8 @@ static void call(const struct probe *probe, const char *name) { probe->call(name
 
 /* --- Objects that are given back at once; one that the device keeps is gone until the machine restarts */
 
-static struct ibv_qp *create(const struct probe *probe, enum ibv_qp_type type, uint32_t receives,
-                             uint32_t inline_data) {
+static struct ibv_qp *create_qp(const struct probe *probe, enum ibv_qp_type type, uint32_t receives,
+                                uint32_t inline_data) {
   struct ibv_qp_init_attr init = {
       .send_cq = probe->cq,
       .recv_cq = probe->cq,
@@ -50,41 +50,41 @@ static struct ibv_qp *create(const struct probe *probe, enum ibv_qp_type type, u
   return probe->verbs->create_qp(probe->pd, &init);
 }
 
-static void destroy(const struct probe *probe, struct ibv_qp *qp) {
+static void destroy_qp(const struct probe *probe, struct ibv_qp *qp) {
   call(probe, "ibv_destroy_qp");
   if (probe->verbs->destroy_qp(qp) != 0) probe->result->kept++;
 }
 
 static bool creates(const struct probe *probe, enum ibv_qp_type type, uint32_t receives, uint32_t inline_data) {
-  struct ibv_qp *qp = create(probe, type, receives, inline_data);
-  if (qp) destroy(probe, qp);
+  struct ibv_qp *qp = create_qp(probe, type, receives, inline_data);
+  if (qp) destroy_qp(probe, qp);
   return qp;
 }
 
 static bool initializes(const struct probe *probe, int access) {
   struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = (unsigned)access};
-  struct ibv_qp *qp = create(probe, probe->type, 1, 0);
+  struct ibv_qp *qp = create_qp(probe, probe->type, 1, 0);
   if (!qp) return false;
   call(probe, "ibv_modify_qp");
   int mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
   int error = probe->verbs->modify_qp(qp, &attr, mask);
-  destroy(probe, qp);
+  destroy_qp(probe, qp);
   return !error;
 }
 
-static struct ibv_mr *enroll(const struct probe *probe, uint64_t bytes, int access) {
+static struct ibv_mr *reg_mr(const struct probe *probe, uint64_t bytes, int access) {
   call(probe, "ibv_reg_mr");
   return probe->verbs->reg_mr(probe->pd, probe->memory, bytes, access);
 }
 
-static void deregister(const struct probe *probe, struct ibv_mr *mr) {
+static void dereg_mr(const struct probe *probe, struct ibv_mr *mr) {
   call(probe, "ibv_dereg_mr");
   if (probe->verbs->dereg_mr(mr) != 0) probe->result->kept++;
 }
 
 static bool registers(const struct probe *probe, uint64_t bytes, int access) {
-  struct ibv_mr *mr = enroll(probe, bytes, access);
-  if (mr) deregister(probe, mr);
+  struct ibv_mr *mr = reg_mr(probe, bytes, access);
+  if (mr) dereg_mr(probe, mr);
   return mr;
 }
 
@@ -97,10 +97,10 @@ static void probe_queue_pairs(struct probe *probe) {
   result->rc = creates(probe, IBV_QPT_RC, 1, 0);
   probe->type = result->uc || !result->rc ? IBV_QPT_UC : IBV_QPT_RC;
   int32_t count = 0;
-  while (count < MLXDIST_PROBE_QUEUE_PAIRS && (made[count] = create(probe, probe->type, 1, 0))) count++;
+  while (count < MLXDIST_PROBE_QUEUE_PAIRS && (made[count] = create_qp(probe, probe->type, 1, 0))) count++;
   if (count < MLXDIST_PROBE_QUEUE_PAIRS) result->queue_pair_errno = errno;
   result->queue_pairs = count;
-  while (count > 0) destroy(probe, made[--count]);
+  while (count > 0) destroy_qp(probe, made[--count]);
 }
 
 /* Queues are 2^n - 1 deep on Apple's devices, and the transport needs no other depth. */
@@ -121,8 +121,7 @@ static void probe_access(struct probe *probe) {
   probe->access = result->region_local ? ACCESS_LOCAL : ACCESS_REMOTE;
 }
 
-/* The largest one by bisection. A device that takes it locks its pages in memory, untouched ones too: at most 64 MiB.
- */
+/* The largest one, by bisection. The device locks its pages in memory, untouched ones too: hence no more is tried. */
 static void probe_region_bytes(const struct probe *probe) {
   uint64_t taken = 0, refused = MLXDIST_PROBE_REGION_BYTES / PAGES_UNIT + 1;
   for (uint64_t pages = refused - 1; taken + 1 < refused; pages = (taken + refused) / 2) {
@@ -137,15 +136,15 @@ static void probe_region_bytes(const struct probe *probe) {
 static void probe_regions(const struct probe *probe) {
   struct ibv_mr *made[MLXDIST_PROBE_REGIONS];
   int32_t count = 0;
-  while (count < MLXDIST_PROBE_REGIONS && (made[count] = enroll(probe, PAGES_UNIT, probe->access))) count++;
+  while (count < MLXDIST_PROBE_REGIONS && (made[count] = reg_mr(probe, PAGES_UNIT, probe->access))) count++;
   probe->result->regions = count;
-  while (count > 0) deregister(probe, made[--count]);
+  while (count > 0) dereg_mr(probe, made[--count]);
 }
 
 /* --- All of it */
 
 static bool fail_call(const struct probe *probe, const char *name) {
-  int error = errno;
+  int error = errno ? errno : EIO;
   snprintf(probe->result->error, sizeof probe->result->error, "%s: %s (errno %d)", name, strerror(error), error);
   return false;
 }

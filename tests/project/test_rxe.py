@@ -14,6 +14,7 @@ import verbs
 from machine import Machine, Unavailable
 from packages import unpacked
 
+from mlxdist.runtime.devices.probe import MOST
 from mlxdist.tools.bench.results import by_case, results_console
 
 pytestmark = pytest.mark.rxe
@@ -140,8 +141,8 @@ def test_sigterm_ends_a_wait(machine):
     assert re.search(r"^raised Aborted .*rank 1 on \S+ was terminated \(SIGTERM\)", other, re.MULTILINE), other
 
 
-def listed_devices(machine, python_path=""):
-    command = f"cd {ROOT} && PYTHONPATH={python_path} {sys.executable} -m mlxdist devices --json"
+def listed_devices(machine, python_path="", options=""):
+    command = f"cd {ROOT} && PYTHONPATH={python_path} {sys.executable} -m mlxdist devices --json {options}"
     result = machine.run(command, seconds=120)
     assert result.status == 0, result.output
     (provider,) = json.loads(result.output)["providers"]
@@ -160,6 +161,17 @@ def test_devices_are_those_of_ibv_devinfo(machine):
         assert f"PORT_{device['state']}" == shown["state"]
         assert device["active_mtu"] == int(shown["active_mtu"])
         assert device["guid"].replace(":", "") == shown["node_guid"].replace(":", "")
+
+
+def test_a_probe_leaves_no_object(machine):
+    """The limits of these devices are beyond all that is tried."""
+    before = machine.run("rdma resource show", seconds=60).output
+    devices = listed_devices(machine, options="--probe 2> /dev/null")["devices"]
+    for probe in (device["probe"] for device in devices):
+        assert (probe["error"], probe["kept"]) == ("", 0)
+        assert {name: probe[name] for name in MOST} == MOST
+        assert all(value for name, value in probe.items() if type(value) is bool), probe
+    assert machine.run("rdma resource show", seconds=60).output == before
 
 
 def test_devices_are_those_of_pyverbs(machine):

@@ -22,7 +22,7 @@ from mlxdist.runtime.devices.queue_pairs import usable
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 FOUND = Probe(uc=True, queue_pairs=3, queue_pair_errno=12, receives=4095, regions=100, region_bytes=0xFA0000)
-UNRESTRICTED = {"queue_pairs": 16, "receives": 4095, "regions": 128, "region_bytes": 64 << 20}
+UNRESTRICTED = {"queue_pairs": 16, "receives": 4095, "regions": 128, "region_bytes": 32 << 20}
 
 
 @pytest.fixture(autouse=True)

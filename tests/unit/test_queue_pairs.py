@@ -131,7 +131,7 @@ def test_two_ranks_a_mac_over_as_many_cables_as_the_advice_names():
 
 def test_a_device_without_a_pair_of_queue_pairs():
     """Another program had the others when the device was probed."""
-    words = "a-ab has 1 queue pair, and 1 pair of ranks over it would need 2: 2 each; .*; end the programs .* --probe`"
+    words = "a-ab has 1 queue pair, and 1 pair of ranks over it would need 2: .*; end the other programs .* --probe`"
     with pytest.raises(InvalidArgument, match=words):
         check(mesh_of_macs("ab", 1, 1))
 

@@ -228,11 +228,11 @@ def _device(provider: str, native: Any, ffi: Any) -> Device:
 
 
 def _probe(native: Any, ffi: Any) -> Probe:
-    """The result of a probe. C has numbers where Python has flags and a text."""
-    error = _text(native.error, ffi)
-    values = {one.name: getattr(native, one.name) for one in fields(Probe) if one.name != "error"}
-    flags = {one.name: bool(values[one.name]) for one in fields(Probe) if one.type is bool}
-    return Probe(error) if error else Probe(**values | flags)
+    """The result of a probe. C has numbers where Python has flags."""
+    if error := _text(native.error, ffi):
+        return Probe(error)
+    values: dict[str, Any] = {one.name: getattr(native, one.name) for one in fields(Probe) if one.name != "error"}
+    return Probe(**values | {one.name: bool(values[one.name]) for one in fields(Probe) if one.type is bool})
 
 
 def _gid(native: Any, ffi: Any) -> Gid:

@@ -8,7 +8,7 @@ from mlxdist.base.validation import checked, flag, number, plain_text
 __all__ = ["MOST", "Probe"]
 
 # The most that is tried, from mlxdist.h: a result of so many means that many or more.
-MOST = {"queue_pairs": 16, "receives": 8191, "inline_bytes": 256, "regions": 128, "region_bytes": 64 << 20}
+MOST = {"queue_pairs": 16, "receives": 8191, "inline_bytes": 256, "regions": 128, "region_bytes": 32 << 20}
 _MAX_COUNT = 2**31 - 1
 _MAX_TEXT = 255
 _FLAGS = {

@@ -83,12 +83,13 @@ def in_words(device: str, pairs: int, limit: int) -> str:
 def advice(pairs: int, limit: int) -> str:
     """What to do where ``pairs`` of ranks would share a device that has ``limit`` queue pairs."""
     tcp = "let them use TCP: MLXDIST_PROVIDER=soft"
+    again = "`mlxdist devices --probe` counts its queue pairs again"
     joined = limit // OF_A_LINK
     if not joined:
-        return f"end the programs that hold its other queue pairs, count them with `mlxdist devices --probe`, or {tcp}"
+        return f"end the other programs that use the device, or {tcp}; {again}"
     ranks = math.isqrt(joined)
     return (
         f"start at most {ranks} rank{'s' * (ranks > 1)} on each host ({OF_A_LINK} * {ranks} * {ranks} = "
         f"{OF_A_LINK * ranks**2}), connect the hosts by {math.ceil(pairs / joined)} cables, each for {joined} "
-        f"pair{'s' * (joined > 1)} of ranks, with a row for each rank in MLXDIST_DEVICE_MAP, or {tcp}"
+        f"pair{'s' * (joined > 1)} of ranks, with a row for each rank in MLXDIST_DEVICE_MAP, or {tcp}; {again}"
     )
