@@ -248,14 +248,31 @@ def test_a_device_that_refuses_is_listed_with_its_error(driver, call):
     assert "not permitted" in [finding["verdict"] for finding in found["findings"]]
 
 
-def test_a_port_that_is_down_is_not_probed(driver, tmp_path):
-    """This driver ends its process at the first object that it is asked for."""
-    places = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+@pytest.fixture
+def places(tmp_path) -> dict[str, str]:
+    """Directories of this test alone, for jobs and for what a probe finds."""
+    return {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def test_a_port_that_is_down_is_not_probed(driver, places):
+    """This driver crashes when a probe begins."""
     (down,) = ibverbs(driver, "--probe", status=1, DRIVER_DEVICES="rxe1=1,2", **places)["devices"]
     assert down["probe"]["error"] == "the port is not active"
-    assert not (tmp_path / "cache").exists()
     found = ibverbs(driver, "--probe", status=1, **places)
     assert found["error"] == "listing the devices of ibverbs crashed (SIGABRT): its driver is broken"
+
+
+def test_a_device_that_refuses_a_probe(driver, places):
+    found = ibverbs(driver, "--probe", status=None, DRIVER_FAILS="ibv_alloc_pd:rxe0:12", **places)
+    assert found["devices"][0]["probe"]["error"] == "ibv_alloc_pd: Cannot allocate memory (errno 12)"
+    assert not Path(places["XDG_CACHE_HOME"]).exists(), "nothing is kept"
+    assert [device["probe"] for device in ibverbs(driver, status=None, **places)["devices"]] == [None, None]
+
+
+def test_a_call_of_a_probe_that_does_not_return_is_named(driver, places):
+    options = ("--probe", "--timeout", "0.5")
+    found = ibverbs(driver, *options, status=1, DRIVER_FAILS="ibv_alloc_pd:rxe0:hang", **places)
+    assert "ibv_alloc_pd(rxe0) of provider ibverbs has not returned for 0.5 s" in found["error"]
 
 
 def test_a_library_that_cannot_list(driver):
