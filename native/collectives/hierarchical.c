@@ -4,7 +4,7 @@
 
 /* The member of a host at a place there. */
 static inline int32_t member_at(const mlxdist_group *group, int32_t host, int32_t place) {
-  return group->by_host[host * group->of_host.size + place];
+  return group->by_host[(ptrdiff_t)host * group->of_host.size + place];
 }
 
 void hierarchical_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in,

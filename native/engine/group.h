@@ -81,7 +81,7 @@ static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t 
 }
 
 static inline int32_t subset_member(const struct subset* subset, int32_t place) {
-  return subset->members ? subset->members[place * subset->stride] : place;
+  return subset->members ? subset->members[(ptrdiff_t)place * subset->stride] : place;
 }
 
 /* See label.h. Most groups have one thread that calls operations. */
