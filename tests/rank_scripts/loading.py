@@ -82,6 +82,7 @@ def make(config: dict, dtype: mx.Dtype = mx.float32, bits: int | None = None) ->
 def save(name: str, model: nn.Module, config: dict, files: int = 1) -> Path:
     """Saves as mlx-lm does, on rank 0, in about as many files."""
     directory = base / name
+    group.barrier()  # what was saved there before is in no rank's use any more
     if rank == 0:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -255,6 +256,7 @@ def edit(directory: Path, **values: object) -> None:
 
 def with_weights(name: str, config: dict, weights: dict, remove: str = "", **more: mx.array) -> Path:
     directory = base / name
+    group.barrier()  # what was saved there before is in no rank's use any more
     if rank == 0:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
