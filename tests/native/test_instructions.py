@@ -115,7 +115,8 @@ def test_header_and_acknowledgement_work(tmp_path, capsys):
     program = build_program(tmp_path / "instructions", [NATIVE / "tests/instructions.c", *layer_sources()], FLAGS)
     shares = {}
     for nbytes in (4 << 10, 64 << 10):
-        costs = count(program, tmp_path, nbytes)
+        # A rank that waits for a core longer has timers that are due: the run with the fewest instructions counts.
+        costs = min((count(program, tmp_path, nbytes) for _ in range(3)), key=Counter.total)
         work = sum(cost for (file, line), cost in costs.items() if is_work(file, line))
         shares[nbytes] = work / costs.total()
         with capsys.disabled():
