@@ -43,7 +43,7 @@ _CONTROL_GRACE, _CONTROL_GRACE_OF_OTHERS = 300.0, 15.0
 # connection is back later than its network. A sleeping or stopped (Ctrl-Z) launcher sends nothing, too.
 AGENT_SECONDS = 45.0
 _PING_SECONDS = 5.0
-_SILENT_SECONDS = 15.0  # without an answer, until the user is told
+_SILENT_SECONDS = 15.0  # without an answer, until the launcher says so
 
 
 class HostsJob:

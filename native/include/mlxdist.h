@@ -265,7 +265,7 @@ typedef struct mlxdist_gid {
 
 #define MLXDIST_GIDS 64 /* addresses of a device that are listed, at most */
 
-/* What a probe tries at most: a result of so many means that many or more. */
+/* What a probe tries at most: a result that is equal to it means that many or more. */
 #define MLXDIST_PROBE_QUEUE_PAIRS 16
 #define MLXDIST_PROBE_RECEIVES 8191
 #define MLXDIST_PROBE_INLINE 256

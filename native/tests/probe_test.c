@@ -70,7 +70,7 @@ static void test_profiles(void) {
   }
 }
 
-/* So many calls of the provider, and no more: a probe takes milliseconds. */
+/* The number of calls of the provider is bounded: a probe takes milliseconds. */
 static void test_calls(void) {
   for (int i = 0; i < SOFT_PROFILES; i++) {
     *calls = '\0';

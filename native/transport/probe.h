@@ -4,7 +4,7 @@
 #include "mlxdist.h"
 #include "verbs.h"
 
-/* Is told each call of the library before it is made: drivers have calls that never return. */
+/* Notes each call of the library before it is made: drivers have calls that never return. */
 typedef void probe_call(const char* call, const char* device);
 
 /* Probes an open device whose port is active: at most 200 objects are made, no more than MLXDIST_PROBE_... at one time,

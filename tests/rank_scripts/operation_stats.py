@@ -1,4 +1,4 @@
-"""One rank of test_counters.py: what `Group.stats_by_operation` counts. Arguments: the scenario, and what it takes.
+"""One rank of test_counters.py: it checks what `Group.stats_by_operation` counts. Arguments: the scenario, and its own.
 
 MLXDIST_ALGO is "direct", so that what each rank sends and receives follows from the operation alone.
 """

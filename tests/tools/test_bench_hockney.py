@@ -50,7 +50,7 @@ def test_the_fit_is_that_of_relative_least_squares():
 
 
 def test_the_largest_message_is_not_the_fastest():
-    """Where large arrays leave the caches, bandwidth falls again: the best one counts."""
+    """The best bandwidth counts: it falls again where large arrays leave the caches."""
     (found,) = fits(results({1 << 10: 10.0, 1 << 20: 100.0, 1 << 24: 3200.0}))
     assert (found["saturation_bytes"], found["algbw"]) == (1 << 20, pytest.approx((1 << 20) / 1e5))
 

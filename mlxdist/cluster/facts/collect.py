@@ -105,9 +105,8 @@ class HostFacts:
     cores: int = 1
     load: float = 0.0  # processes that want a core
     memory: Memory = Memory()
-    power: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings of pmset or systemd, and what heat leaves of the speed
+    # Settings of pmset or systemd about sleep; on a Mac also "speed", percent that heat leaves.
+    power: Mapping[str, Any] = field(default_factory=dict)
     root: bool = False  # whether commands are run as root there already
     sudo: bool = False  # whether `sudo -n` runs them without a password
     rdma_ctl: str | None = None  # "enabled", "disabled"

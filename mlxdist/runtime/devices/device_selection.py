@@ -15,7 +15,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile import device_map
 
 from .links import Choice, choose
-from .node_info import NodeInfo
+from .node_info import NodeInfo, host_numbers
 from .queue_pairs import check_queue_pairs
 
 __all__ = ["ONE_HOST", "DeviceSelection", "select_devices"]
@@ -40,8 +40,8 @@ class DeviceSelection:
     @property
     def hosts(self) -> list[int]:
         """The number of each rank's host, in the order of their first ranks; empty where all are on one."""
-        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(n.identity for n in self.nodes))}
-        return [numbers[node.identity] for node in self.nodes] if len(numbers) > 1 else []
+        numbers = host_numbers(self.nodes)
+        return numbers if any(numbers) else []
 
     def without_rdma(self, environment: Environment, why: str) -> Choice:
         """The choice of this rank where RDMA devices were chosen and could not be set up: ``why`` is the reason. Raises

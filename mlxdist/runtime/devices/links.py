@@ -16,7 +16,7 @@ from mlxdist.cluster.hostfile.device_map import DeviceMap
 from .device import Device, Gid
 from .diagnosis import diagnose_device
 from .gids import Nearness, Route, find_route
-from .node_info import NodeInfo
+from .node_info import NodeInfo, host_numbers
 from .paths import Path
 
 __all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "Ports", "choose"]
@@ -305,14 +305,15 @@ def _path(here: NodeInfo, there: NodeInfo, links: tuple[Link, ...], soft_transpo
 
 def _rows(nodes: Sequence[NodeInfo], device_map: DeviceMap) -> list[int]:
     """The row of each rank in the map, which has one for each rank, or one for each host in order of first ranks."""
-    hosts = list(dict.fromkeys(node.identity for node in nodes))
+    numbers = host_numbers(nodes)
+    hosts = max(numbers) + 1
     if device_map.size == len(nodes):
         return list(range(len(nodes)))
-    if device_map.size == len(hosts):
-        return [hosts.index(node.identity) for node in nodes]
+    if device_map.size == hosts:
+        return numbers
     raise InvalidArgument(
         f"the device map {device_map.source} is for {device_map.size} hosts, but the job has {len(nodes)} ranks on "
-        f"{len(hosts)} hosts; write a row for each host, in the order of their first ranks, or for each rank"
+        f"{hosts} hosts; write a row for each host, in the order of their first ranks, or for each rank"
     )
 
 

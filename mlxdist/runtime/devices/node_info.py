@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
 from .probe import Probe
 
-__all__ = ["NodeInfo"]
+__all__ = ["NodeInfo", "host_numbers"]
 
 _MAX_BYTES = 64 * 1024
 _MAX_DEVICES = 64
@@ -101,6 +102,12 @@ class NodeInfo:
             raise InvalidArgument(
                 f"a rank has sent a malformed list of its devices: {error}; install the same mlxdist on all hosts"
             ) from None
+
+
+def host_numbers(nodes: Sequence[NodeInfo]) -> list[int]:
+    """The number of each node's host, in the order of the first nodes of hosts."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(node.identity, len(numbers)) for node in nodes]
 
 
 def _pack_device(device: Device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a device takes, as native/transport/probe.c finds by trying."""
+"""The result of a probe: what a device takes, as native/transport/probe.c finds by trying."""
 
 import errno
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from mlxdist.base.validation import checked, flag, number, plain_text
 
 __all__ = ["MOST", "Probe"]
 
-# The most that is tried, from mlxdist.h: a result of so many means that many or more.
+# The most that is tried, from mlxdist.h: a result that is equal to it means that many or more.
 MOST = {"queue_pairs": 16, "receives": 8191, "inline_bytes": 256, "regions": 128, "region_bytes": 32 << 20}
 _MAX_COUNT = 2**31 - 1
 _MAX_TEXT = 255

@@ -74,7 +74,7 @@ def _read() -> dict[_Key, Probe]:
             return {}
         content = fields_of(_FIELDS, content)
     except ValueError as error:
-        logger.warn("connection", f"{path} is damaged: {error}; make it anew with `mlxdist devices --probe`")
+        logger.warn("connection", f"{path} is damaged: {error}; replace it with `mlxdist devices --probe`")
         return {}
     is_current = content["boot"] and all(content[name] == value for name, value in _current().items())
     return dict(content["devices"]) if is_current else {}

@@ -81,7 +81,7 @@ def in_words(device: str, pairs: int, limit: int) -> str:
 
 
 def advice(pairs: int, limit: int) -> str:
-    """What to do where ``pairs`` of ranks would share a device that has ``limit`` queue pairs."""
+    """Advises what to do where ``pairs`` of ranks would share a device that has ``limit`` queue pairs."""
     tcp = "let them use TCP: MLXDIST_PROVIDER=soft"
     again = "`mlxdist devices --probe` counts its queue pairs again"
     joined = limit // OF_A_LINK

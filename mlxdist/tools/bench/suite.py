@@ -172,8 +172,8 @@ def _device(wanted: str, world: mlxdist.Group) -> str:
 
 
 def _path(world: mlxdist.Group) -> str:
-    """What joins two ranks in mlxdist: "shared memory", "RDMA", "TCP"; "shared memory and TCP" where hosts have several
-    ranks. Collective."""
+    """The path between two ranks of mlxdist: "shared memory", "RDMA", "TCP"; "shared memory and TCP" where hosts have
+    several ranks. Collective."""
     own = enumerate(engine_of(world).world.native_group.paths)
     found = exchange([path for rank, path in own if rank != world.rank()], world)
     best_first = sorted({path for row in found for path in row} - {paths.Path.NONE}, reverse=True)

@@ -171,6 +171,9 @@ def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     """Checks that a Mac gives its GPU full speed, and that no display ends long work of it."""
     power = facts["power"]
     mac, speed = power.get("pmset", {}), power.get("speed", 100)
+    if not mac:
+        yield skip(host.name, "pmset says nothing of its power")
+        return
     problems = []
     # Macs that have High Power Mode print powermode, in place of lowpowermode: 0 automatic, 1 low, 2 high.
     if mode := next((name for name in ("lowpowermode", "powermode") if mac.get(name) == 1), ""):
@@ -181,10 +184,7 @@ def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     if mac.get("displaysleep") == 0:
         what = "its display never sleeps: macOS ends long GPU work while one is on (Impacting Interactivity)"
         problems.append(note(host.name, what, "sudo pmset -a displaysleep 10, or no display"))
-    if not mac:
-        yield skip(host.name, "pmset says nothing of its power")
-    else:
-        yield from problems or [ok(host.name, "full power, no heat, and its display may sleep")]
+    yield from problems or [ok(host.name, "full power, no heat, and its display may sleep")]
 
 
 @each_host("facts")

@@ -130,8 +130,8 @@ def _fill_devices(section: Section, context: Context) -> None:
 
 
 def _probe_in_words(found: dict[str, Any] | None) -> str:
-    """What a probe has found since the host has started. The report makes none itself: other programs, which doctor
-    does not know, may need the queue pairs that it would take."""
+    """The result of a probe since the host has started. The report makes none itself: other programs, which doctor does
+    not know, may need the queue pairs that it would take."""
     if found is None:
         return "not probed: `mlxdist devices --probe` on that host, then the report again"
     return ", ".join(f"{name} {value}" for name, value in build(Probe, found).in_words().items())
