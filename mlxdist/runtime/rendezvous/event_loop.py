@@ -41,6 +41,10 @@ class EventLoop:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def add_timer(self, timer: Callable[[], float | None]) -> None:
         """Calls ``timer`` repeatedly, at the latest after the seconds that it returns (None: no limit)."""
         self._timers.append(timer)
@@ -164,6 +168,11 @@ class Connection:
     def unacknowledged(self) -> int:
         """Bytes of reliable frames that the peer has not acknowledged yet. Any thread may call it."""
         return self._unacknowledged_bytes
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the peer has acknowledged all reliable frames. Any thread may call it."""
+        return not self._unacknowledged
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Sends now what the socket accepts, the rest when it accepts more: a stopped peer blocks no other."""

@@ -29,6 +29,8 @@ __all__ = ["Rendezvous"]
 MARGIN = 5.0
 # For rank 0 to acknowledge GOODBYE or REPORT_FAILURE.
 ACK_SECONDS = 2.0
+# At the end of rank 0, for others to receive what it has sent. One that is stopped does not.
+LAST_SECONDS = 1.0
 # Bytes of messages that wait for an ``on_message``.
 MAX_INBOX = 16 * 1024 * 1024
 
@@ -285,6 +287,8 @@ class Rendezvous:
         self._stopped.set()
         if self._forked:
             return
+        if self._server is not None:
+            self._server.wait_acknowledged(LAST_SECONDS)
         self._loop.stop()
         if self._server is not None and self._server.published is not None:
             self._server.published.unlink(missing_ok=True)

@@ -44,6 +44,8 @@ ACCEPT_SECONDS = 0.1
 
 # While ranks are missing, between two checks which of them the launcher has seen exiting.
 EXIT_CHECK_SECONDS = 0.25
+# Between two looks at acknowledgements, when rank 0 ends.
+STEP_SECONDS = 0.001
 
 
 @dataclass
@@ -310,6 +312,19 @@ class RendezvousServer:
             if member.is_cut and (why := why_lost(self._environment, member.rank, member.signs)):
                 self._give_up(member, why)
         return HEARTBEAT_SECONDS if any(member.is_cut for member in here) else None
+
+    def wait_acknowledged(self, seconds: float) -> None:
+        """Waits until the ranks that are connected have what was sent to them. Any other thread may call it.
+
+        A socket that is closed while something in it is unread, such as an acknowledgement, resets its connection: what
+        the peer has not received by then is lost.
+        """
+        deadline = time.monotonic() + seconds
+        while self._loop.is_running and time.monotonic() < deadline:
+            open_ones = [member.connection for member in list(self._members.values()) if member.connection.is_open]
+            if all(connection.is_acknowledged for connection in open_ones):
+                return
+            time.sleep(STEP_SECONDS)
 
     def _check_deserted(self, gone: Member) -> None:
         self._observers.forward(gone.rank, b"")
