@@ -1,5 +1,7 @@
 #include "backoff.h"
 
+#include "thread.h"
+
 #include <stdatomic.h>
 #include <time.h>
 

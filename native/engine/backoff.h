@@ -7,7 +7,7 @@
  */
 #pragma once
 
-#include "thread.h"
+#include "steady_clock.h"
 
 #include <stdbool.h>
 

@@ -6,7 +6,7 @@
 #include "meeting_wait.h"
 #include "progress.h"
 #include "side_channel.h"
-#include "thread.h"
+#include "steady_clock.h"
 
 #include <stdio.h>
 #include <string.h>

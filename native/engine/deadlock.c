@@ -3,6 +3,7 @@
 #include "engine.h"
 #include "layout.h"
 #include "operation.h"
+#include "steady_clock.h"
 #include "straggler.h"
 #include "thread.h"
 

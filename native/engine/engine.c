@@ -2,6 +2,7 @@
 
 #include "error.h"
 #include "group.h"
+#include "steady_clock.h"
 #include "thread.h"
 #include "topology.h"
 

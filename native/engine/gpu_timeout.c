@@ -2,7 +2,7 @@
 #include "abort.h"
 #include "error.h"
 #include "group.h"
-#include "thread.h"
+#include "steady_clock.h"
 
 /* MLX reports what happened on the GPU where it next evaluates or synchronizes. */
 #define LATE_KEPT_NS 60000000000u

@@ -6,7 +6,7 @@
 #include "debug.h"
 #include "label.h"
 #include "progress.h"
-#include "thread.h"
+#include "steady_clock.h"
 #include "timers.h"
 
 #include <string.h>

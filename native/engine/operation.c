@@ -4,7 +4,7 @@
 #include "error.h"
 #include "label.h"
 #include "matching.h"
-#include "thread.h"
+#include "steady_clock.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,6 +3,7 @@
 #include "error.h"
 #include "progress.h"
 #include "side_channel.h"
+#include "steady_clock.h"
 #include "thread.h"
 #include "timers.h"
 

@@ -6,7 +6,7 @@
 #include "meeting_wait.h"
 #include "progress.h"
 #include "progress_thread.h"
-#include "thread.h"
+#include "steady_clock.h"
 #include "timers.h"
 
 #include <string.h>

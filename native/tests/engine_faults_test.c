@@ -1,8 +1,6 @@
 /* The engine over a provider that loses and retransmits messages, in forked processes. */
 #include "world.h"
 
-#include <time.h>
-
 static mlxdist_layout vector(int64_t count) {
   return (mlxdist_layout){.dtype = MLXDIST_INT32, .ndim = 1, .shape = {count}};
 }
@@ -95,32 +93,6 @@ static void damages(struct world *world, int rank, int size) {
 
 static void errors(struct world *world, int rank, int size) { under(world, rank, size, "error=1/60,drop=1/60,seed=3"); }
 
-/* Both ranks' cables are pulled for a while, and put back, in the middle of it all. */
-static void link_flaps(struct world *world, int rank, int size) {
-  int barriers = 0;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
-  for (int i = 0; i < 3; i++) {
-    mlxdist_call call = {.timeout = -1, .starts = 1};
-    mlxdist_layout layout = vector(300001);
-    int32_t *data = filled(rank, 300001, i);
-    REQUIRE(mlxdist_group_inject_faults(group, "link=down") == MLXDIST_OK);
-    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, &call) == MLXDIST_OK);
-    REQUIRE(mlxdist_handle_wait(call.handle, 0.2) == MLXDIST_TIMEOUT);
-    REQUIRE(mlxdist_group_inject_faults(group, "link=up") == MLXDIST_OK);
-    REQUIRE(mlxdist_handle_wait(call.handle, -1) == MLXDIST_OK);
-    mlxdist_handle_free(call.handle);
-    check_sum(data, 300001, size, i);
-    free(data);
-  }
-  world_leave(world, group, &barriers);
-}
-
-static double seconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 /* Rank 0's last message is lost and rank 0 computes: its progress thread sends it again. */
 static void last_message(struct world *world, int rank, int size) {
   int barriers = 0;
@@ -129,16 +101,14 @@ static void last_message(struct world *world, int rank, int size) {
   mlxdist_layout layout = vector(500);
   int32_t *data = filled(rank, 500, 0);
   REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_OK);
-  double begun = seconds();
   if (rank == 0) {
     REQUIRE(mlxdist_group_inject_faults(group, "drop_next=1") == MLXDIST_OK);
     REQUIRE(mlxdist_send(group, data, &layout, 1, 0) == MLXDIST_OK);
-    while (seconds() - begun < 5) sched_yield();
   } else {
     REQUIRE(mlxdist_recv(group, data, &layout, 0, 0) == MLXDIST_OK);
-    REQUIRE(seconds() - begun < 2.5); /* 100 ms and less on a quiet machine, but well before rank 0 comes back */
     for (uint64_t i = 0; i < 500; i++) REQUIRE(data[i] == value(0, i, 0));
   }
+  world_barrier(world, &barriers); /* outside the library, until rank 1 has it */
   free(data);
   world_leave(world, group, &barriers);
 }
@@ -162,7 +132,7 @@ static void handles(struct world *world, int rank, int size) {
     calls[slot] = (mlxdist_call){.timeout = -1, .starts = 1};
     REQUIRE(mlxdist_all_reduce(groups[which], in[slot], out[slot], &layout, MLXDIST_SUM, &calls[slot]) == MLXDIST_OK);
   }
-  while (!mlxdist_handle_done(calls[4].handle)) usleep(1000);
+  while (!mlxdist_handle_done(calls[4].handle)) sched_yield();
   for (int n = 0; n < 9; n++) {
     int slot = rank % 2 ? n : 8 - n;
     REQUIRE(mlxdist_handle_wait(calls[slot].handle, -1) == MLXDIST_OK);
@@ -172,30 +142,6 @@ static void handles(struct world *world, int rank, int size) {
     free(out[slot]);
   }
   for (int i = 0; i < 3; i++) mlxdist_group_destroy(groups[i]);
-  world_leave(world, group, &barriers);
-}
-
-/* A message leaves so late that it is retransmitted, and is acknowledged while its repetition still waits to leave:
- * what the repetition is read from, must not hold another message by then, shorter or longer. */
-static void late_repetitions(struct world *world, int rank, int size) {
-  int barriers = 0;
-  mlxdist_options options;
-  mlxdist_default_options(&options);
-  options.bulk_slots = 2;
-  mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  if (rank == 0) REQUIRE(mlxdist_group_inject_faults(group, "delay=60000") == MLXDIST_OK);
-  for (int i = 0; i < 10; i++) {
-    uint64_t count = i % 2 ? 5000 : 60000;
-    mlxdist_layout layout = vector((int64_t)count);
-    int32_t *data = filled(rank, count, i);
-    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, 0) == MLXDIST_OK);
-    check_sum(data, count, size, i);
-    free(data);
-  }
-  mlxdist_stats stats;
-  mlxdist_group_stats(group, &stats);
-  REQUIRE(rank != 0 || stats.retransmissions > 0);
-  REQUIRE(mlxdist_group_inject_faults(group, "none") == MLXDIST_OK);
   world_leave(world, group, &barriers);
 }
 
@@ -231,9 +177,7 @@ int main(void) {
   failed |= world_run(4, losses_and_repetitions);
   failed |= world_run(2, damages);
   failed |= world_run(3, errors);
-  failed |= world_run(2, link_flaps);
   failed |= world_run(2, last_message);
-  failed |= world_run(2, late_repetitions);
   failed |= world_run(2, handles);
   failed |= world_run(4, handles);
   failed |= world_run(2, opposite_order);

@@ -1,91 +1,78 @@
 /* Queue pairs that fail are re-created, on one side or on both, and operations go on as if nothing had happened. */
-#include "engine.h"
 #include "group.h"
 #include "reconnect.h"
-#include "sums.h"
+#include "simulation.h"
 
 #include <errno.h>
 
 /* What a driver does when a work request fails: what is posted is flushed, with errors. Not again before the new one
  * has carried something: one that always fails is an error. */
-static void break_queue_pair(mlxdist_group *group, int peer, int channel) {
-  struct engine *engine = group->engine;
-  engine_lock(engine);
-  struct channel *broken = &engine->peers[peer].endpoint.channels[channel];
+static void break_queue_pair(const struct simulated_rank *rank, int32_t peer, uint64_t channel) {
+  struct channel *broken = &rank->group->engine->peers[peer].endpoint.channels[channel];
   struct ibv_qp_attr attr = {.qp_state = IBV_QPS_ERR};
   if (broken->open && broken->reconnects == 0)
     REQUIRE(broken->device->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
-  engine_unlock(engine);
 }
 
-static void broken(struct world *world, int rank, int size, int by_all) {
+static int sum(struct simulation *simulation, uint64_t count) {
+  return simulation_run_operation(simulation, (struct simulated_step){.kind = SIMULATED_SUM, .count = count},
+                                  100 * SECOND);
+}
+
+static void test_broken(int32_t size, bool by_all) {
   static const uint64_t counts[] = {1, 900, 40000, 300001};
-  int barriers = 0;
-  struct world_side side;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
-  world_side_open(&side, world, group, rank);
+  struct simulation simulation;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  simulation_open(&simulation, size, &options, true, 1);
   for (int i = 0; i < 60; i++) {
-    if (i % 3 == 0 && (by_all || rank == 0)) break_queue_pair(group, (rank + 1) % size, i / 3 % 2);
-    REQUIRE(all_sum(group, rank, size, counts[i % 4]) == MLXDIST_OK);
+    for (int32_t rank = 0; rank < (by_all ? size : 1) && i % 3 == 0; rank++)
+      break_queue_pair(&simulation.ranks[rank], (rank + 1) % size, (uint64_t)(i / 3 % 2));
+    REQUIRE(sum(&simulation, counts[i % 4]) == MLXDIST_OK);
   }
-  mlxdist_stats stats;
-  mlxdist_group_stats(group, &stats);
-  if (by_all || rank == 0) REQUIRE(stats.reconnections > 0);
-  world_side_leave(&side, &barriers);
+  for (int32_t rank = 0; rank < (by_all ? size : 1); rank++)
+    REQUIRE(simulation_stats(&simulation, rank).reconnections > 0);
+  simulation_close(&simulation);
 }
 
-static void by_one(struct world *world, int rank, int size) { broken(world, rank, size, 0); }
-static void by_all(struct world *world, int rank, int size) { broken(world, rank, size, 1); }
-
-/* Another thread breaks them while messages are on their way. */
-struct breaker {
-  mlxdist_group *group;
-  int rank, size;
-  _Atomic int ends;
-};
-
-static void *break_often(void *context) {
-  struct breaker *breaker = context;
-  for (int i = 0; !breaker->ends; i++) {
-    break_queue_pair(breaker->group, (breaker->rank + 1 + i % (breaker->size - 1)) % breaker->size, i % 2);
-    usleep(30000);
-  }
-  return 0;
-}
-
-static void meanwhile(struct world *world, int rank, int size) {
-  int barriers = 0;
-  struct world_side side;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
-  world_side_open(&side, world, group, rank);
-  struct breaker breaker = {.group = group, .rank = rank, .size = size};
-  pthread_t thread;
-  REQUIRE(pthread_create(&thread, 0, break_often, &breaker) == 0);
+/* They break while messages are on their way, at any moment. */
+static void test_broken_meanwhile(int32_t size) {
+  struct simulation simulation;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  simulation_open(&simulation, size, &options, true, 1);
   for (int i = 0; i < 30; i++) {
-    REQUIRE(all_sum(group, rank, size, 1000003) == MLXDIST_OK);
-    REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_OK);
+    struct simulated_operation operations[WORLD_MAX_RANKS];
+    struct simulated_step step = {.kind = SIMULATED_SUM, .count = i % 2 ? 10 : 300001};
+    for (int32_t rank = 0; rank < size; rank++) simulated_start(&operations[rank], simulation.ranks[rank].group, step);
+    for (int32_t ended = 0; ended < size; ended += simulated_has_ended(&operations[ended])) {
+      if (simulation_draw(&simulation, 100) == 0) {
+        int32_t rank = (int32_t)simulation_draw(&simulation, (uint64_t)size);
+        int32_t distance = 1 + (int32_t)simulation_draw(&simulation, (uint64_t)size - 1);
+        break_queue_pair(&simulation.ranks[rank], (rank + distance) % size, simulation_draw(&simulation, 2));
+      }
+      simulation_turn(&simulation);
+    }
+    for (int32_t rank = 0; rank < size; rank++) REQUIRE(simulated_end(&operations[rank]) == MLXDIST_OK);
   }
-  breaker.ends = 1;
-  pthread_join(thread, 0);
-  world_side_leave(&side, &barriers);
+  simulation_close(&simulation);
 }
 
 /* Where nothing but the queue pair joins the ranks, it fails as it did. */
-static void without_side_channel(struct world *world, int rank, int size) {
-  int barriers = 0;
+static void test_without_side_channel(void) {
+  struct simulation simulation;
   mlxdist_options options;
   mlxdist_default_options(&options);
   options.timeout = options.entry_timeout = 1;
-  mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  break_queue_pair(group, !rank, 0);
-  REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_TRANSPORT);
+  simulation_open(&simulation, 2, &options, false, 1);
+  for (int32_t rank = 0; rank < 2; rank++) break_queue_pair(&simulation.ranks[rank], !rank, 0);
+  REQUIRE(sum(&simulation, 10) == MLXDIST_TRANSPORT);
   REQUIRE(strstr(mlxdist_last_error(), "completed with WR_FLUSH_ERR: the queue pair was in the error state"));
-  world_barrier(world, &barriers);
-  mlxdist_group_destroy(group);
+  simulation_close(&simulation);
 }
 
 /* A device that makes no queue pair more, or does not let go of one. */
-static struct verbs refusing[WORLD_MAX_RANKS];
+static struct verbs refusing[2];
 
 static struct ibv_qp *refuse_create(struct ibv_pd *pd, struct ibv_qp_init_attr *init) {
   (void)pd;
@@ -94,7 +81,7 @@ static struct ibv_qp *refuse_create(struct ibv_pd *pd, struct ibv_qp_init_attr *
   return 0;
 }
 
-static int (*_Atomic destroy_qp)(struct ibv_qp *qp); /* ranks are threads */
+static int (*destroy_qp)(struct ibv_qp *qp);
 
 /* It does so all the same: what a device keeps would count as memory of this process that leaks. */
 static int refuse_destroy(struct ibv_qp *qp) {
@@ -102,11 +89,9 @@ static int refuse_destroy(struct ibv_qp *qp) {
   return EBUSY;
 }
 
-static void refuse(mlxdist_group *group, const char *verb) {
-  struct engine *engine = group->engine;
-  engine_lock(engine);
-  struct device *device = &engine->transport.devices[0];
-  struct verbs *table = &refusing[engine->rank];
+static void refuse(const struct simulated_rank *rank, const char *verb) {
+  struct device *device = &rank->group->engine->transport.devices[0];
+  struct verbs *table = &refusing[rank->rank];
   *table = *device->verbs;
   destroy_qp = device->verbs->destroy_qp;
   if (strcmp(verb, "create_qp") == 0)
@@ -114,82 +99,73 @@ static void refuse(mlxdist_group *group, const char *verb) {
   else
     table->destroy_qp = refuse_destroy;
   device->verbs = table;
-  engine_unlock(engine);
 }
 
 /* Neither rank crashes on the queue pair that is missing. Where the eager one is left its peer hears of it at once. */
-static void refused(struct world *world, int rank, int size, const char *verb, int channel, bool by_both) {
-  int barriers = 0;
-  struct world_side side;
+static void test_refused(const char *verb, int channel, bool by_both) {
+  struct simulation simulation;
   char failed[64];
   snprintf(failed, sizeof failed, "%s on the %s queue pair", verb, channel % 2 ? "bulk" : "eager");
   mlxdist_options options;
   mlxdist_default_options(&options);
   options.timeout = options.entry_timeout = channel % 2 ? 30 : 1;
-  mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  world_side_open(&side, world, group, rank);
-  REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_OK);
-  world_barrier(world, &barriers);
-  if (rank == 0 || by_both) {
-    refuse(group, verb);
-    break_queue_pair(group, !rank, channel);
+  simulation_open(&simulation, 2, &options, true, 1);
+  REQUIRE(sum(&simulation, 10) == MLXDIST_OK);
+  for (int32_t rank = 0; rank < (by_both ? 2 : 1); rank++) {
+    refuse(&simulation.ranks[rank], verb);
+    break_queue_pair(&simulation.ranks[rank], !rank, (uint64_t)channel);
   }
-  int status = MLXDIST_OK;
-  while (!status) status = all_sum(group, rank, size, 10);
-  bool hears = rank == 0 || by_both || channel % 2;
-  REQUIRE(status == (hears ? MLXDIST_TRANSPORT : MLXDIST_TIMEOUT));
-  if (hears) REQUIRE(strstr(mlxdist_last_error(), failed));
-  world_barrier(world, &barriers);
-  usleep(100000); /* what the side channel's thread and the progress thread have to do with it */
-  REQUIRE(mlxdist_group_error(group) == status);
-  world_barrier(world, &barriers);
-  world_side_close(&side);
-  mlxdist_group_destroy(group);
+  int statuses[2] = {MLXDIST_OK, MLXDIST_OK};
+  while (!statuses[0] || !statuses[1]) {
+    struct simulated_operation operations[2];
+    for (int rank = 0; rank < 2; rank++)
+      simulated_start(&operations[rank], simulation.ranks[rank].group,
+                      (struct simulated_step){.kind = SIMULATED_SUM, .count = 10});
+    while (!simulated_has_ended(&operations[0]) || !simulated_has_ended(&operations[1])) simulation_turn(&simulation);
+    for (int rank = 0; rank < 2; rank++) statuses[rank] = simulated_end(&operations[rank]);
+  }
+  simulation_run(&simulation, SECOND); /* nothing that comes later changes it */
+  for (int rank = 0; rank < 2; rank++) {
+    bool hears = rank == 0 || by_both || channel % 2;
+    REQUIRE(statuses[rank] == (hears ? MLXDIST_TRANSPORT : MLXDIST_TIMEOUT));
+    REQUIRE(mlxdist_group_error(simulation.ranks[rank].group) == statuses[rank]);
+    if (hears) REQUIRE(strstr(mlxdist_last_error(), failed));
+  }
+  simulation_close(&simulation);
 }
 
-static void no_eager(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 0, false); }
-static void no_bulk(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 1, false); }
-static void neither(struct world *world, int rank, int size) { refused(world, rank, size, "create_qp", 0, true); }
-static void keeps_eager(struct world *world, int rank, int size) { refused(world, rank, size, "destroy_qp", 0, false); }
-static void keeps_bulk(struct world *world, int rank, int size) { refused(world, rank, size, "destroy_qp", 1, false); }
-
 /* The peer has begun to reconnect too, and its message comes to a rank that could not. */
-static void peer_asks(struct world *world, int rank, int size) {
-  int barriers = 0;
-  struct world_side side;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
-  world_side_open(&side, world, group, rank);
-  REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_OK);
-  refuse(group, "create_qp");
-  struct engine *engine = group->engine;
-  struct endpoint *endpoint = &engine->peers[!rank].endpoint;
-  struct reconnect_message message, reply;
-  engine_lock(engine);
-  REQUIRE(reconnect_begin(&endpoint->channels[1], IBV_WC_WR_FLUSH_ERR) == MLXDIST_TRANSPORT);
-  REQUIRE(!reconnect_next(endpoint, &message));
-  message = (struct reconnect_message){.step = 1, .channel = 1, .epoch = 1};
-  REQUIRE(!reconnect_receive(endpoint, &message, &reply));
-  engine_unlock(engine);
-  world_barrier(world, &barriers);
-  world_side_close(&side);
-  mlxdist_group_destroy(group);
+static void test_peer_asks(void) {
+  struct simulation simulation;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  simulation_open(&simulation, 2, &options, true, 1);
+  REQUIRE(sum(&simulation, 10) == MLXDIST_OK);
+  for (int32_t rank = 0; rank < 2; rank++) {
+    refuse(&simulation.ranks[rank], "create_qp");
+    struct endpoint *endpoint = &simulation.ranks[rank].group->engine->peers[!rank].endpoint;
+    struct reconnect_message message = {.step = 1, .channel = 1, .epoch = 1}, reply;
+    REQUIRE(reconnect_begin(&endpoint->channels[1], IBV_WC_WR_FLUSH_ERR) == MLXDIST_TRANSPORT);
+    REQUIRE(!reconnect_next(endpoint, &message));
+    REQUIRE(!reconnect_receive(endpoint, &message, &reply));
+  }
+  simulation_close(&simulation);
 }
 
 int main(void) {
   REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
-  int failed = 0;
-  for (int size = 2; size <= 3; size++) {
-    failed |= world_run(size, by_one);
-    failed |= world_run(size, by_all);
-    failed |= world_run(size, meanwhile);
+  for (int32_t size = 2; size <= 3; size++) {
+    test_broken(size, false);
+    test_broken(size, true);
+    test_broken_meanwhile(size);
   }
-  failed |= world_run(2, without_side_channel);
-  failed |= world_run(2, no_eager);
-  failed |= world_run(2, no_bulk);
-  failed |= world_run(2, neither);
-  failed |= world_run(2, keeps_eager);
-  failed |= world_run(2, keeps_bulk);
-  failed |= world_run(2, peer_asks);
-  if (!failed) printf("engine_reconnect_test passed\n");
-  return failed;
+  test_without_side_channel();
+  test_refused("create_qp", 0, false);
+  test_refused("create_qp", 1, false);
+  test_refused("create_qp", 0, true);
+  test_refused("destroy_qp", 0, false);
+  test_refused("destroy_qp", 1, false);
+  test_peer_asks();
+  printf("engine_reconnect_test passed\n");
+  return 0;
 }

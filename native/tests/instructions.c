@@ -5,7 +5,7 @@
  * tests/native/test_instructions.py says what the instructions were spent on.
  */
 #include "pair.h"
-#include "thread.h"
+#include "steady_clock.h"
 #include "timers.h"
 
 #define REPEATS 50

@@ -1,17 +1,14 @@
 /* The fault `idle`: a queue pair that has been silent for too long stays silent. */
-#define _POSIX_C_SOURCE 200809L
 #include "check.h"
+#include "simulated_clock.h"
 #include "soft_side.h"
 
-#include <time.h>
-
 #define MESSAGE 100
+#define MILLISECOND 1000000
 
 static void send_one(struct side *side, uint64_t wr_id) {
   CHECK_EQUAL(side_send(side, wr_id, 0, MESSAGE, IBV_SEND_SIGNALED), 0);
 }
-
-static void sleep_ms(long milliseconds) { nanosleep(&(struct timespec){.tv_nsec = milliseconds * 1000000}, NULL); }
 
 /* After too long a silence the queue pair carries nothing, and nothing says so; a new one does. */
 static void test_idle(void) {
@@ -23,7 +20,7 @@ static void test_idle(void) {
   send_one(&a, 0);
   side_poll_one(&a, 0, IBV_WC_SUCCESS);
   side_poll_one(&b, 1, IBV_WC_SUCCESS);
-  sleep_ms(150);
+  simulated_clock_pass(150 * MILLISECOND);
   CHECK_EQUAL(side_receive(&b, 2, 0, MESSAGE), 0);
   send_one(&a, 1);
   send_one(&a, 2);
@@ -48,7 +45,7 @@ static void test_idle_receiver(void) {
   side_open_pair(&a, &b, SIDE_DEFAULTS);
   CHECK_EQUAL(verbs_soft()->inject(a.context, "idle=1000"), 0);
   for (uint64_t n = 0; n < 3; n++) {
-    sleep_ms(400);
+    simulated_clock_pass(400 * MILLISECOND);
     CHECK_EQUAL(side_receive(&a, n, 0, MESSAGE), 0);
     send_one(&b, n);
     side_poll_one(&b, n, IBV_WC_SUCCESS);

@@ -9,7 +9,8 @@
 #include "failover.h"
 #include "receive.h"
 #include "reconnect.h"
-#include "thread.h"
+#include "simulated_clock.h"
+#include "steady_clock.h"
 
 #include <stdio.h>
 
@@ -217,5 +218,6 @@ int main(int argc, char **argv) {
       {"Messages", test_messages},   {"Faults", test_faults}, {"Credit", test_credit},
       {"Reconnect", test_reconnect}, {"Error", test_error},   {"LastLink", test_last_link},
   };
+  simulated_clock_set_reading(20000); /* what a turn without progress takes */
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -1,6 +1,7 @@
 /* What the machine itself allows: bytes from one core to another, with no transport around them. */
 #include "error.h"
 #include "mlxdist.h"
+#include "steady_clock.h"
 #include "thread.h"
 
 #include <errno.h>

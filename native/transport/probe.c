@@ -9,7 +9,7 @@
 
 #include "device.h"
 #include "pages.h"
-#include "thread.h"
+#include "steady_clock.h"
 
 #include <errno.h>
 #include <stdio.h>

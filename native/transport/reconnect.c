@@ -6,7 +6,7 @@
 #include "queue_pair.h"
 #include "receive.h"
 #include "retransmission.h"
-#include "thread.h"
+#include "steady_clock.h"
 #include "wc_status.h"
 
 #include <stdio.h>

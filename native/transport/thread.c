@@ -1,8 +1,6 @@
 #define _GNU_SOURCE 1
 #include "thread.h"
 
-#include <time.h>
-
 #ifdef __APPLE__
 #include <mach/mach_init.h>
 #include <mach/mach_traps.h>
@@ -10,9 +8,6 @@
 #include <pthread.h>
 #include <pthread/qos.h>
 #include <unistd.h>
-
-/* CLOCK_MONOTONIC has steps of a microsecond there, and goes on while the Mac sleeps. */
-uint64_t clock_ns(void) { return clock_gettime_nsec_np(CLOCK_UPTIME_RAW); }
 
 /* sched_yield is swtch_pri: it lowers the thread's priority to the least for up to 10 ms. This one keeps it. */
 void thread_yield(void) { thread_switch(MACH_PORT_NULL, SWITCH_OPTION_NONE, 0); }
@@ -46,13 +41,6 @@ int thread_keep_on(const struct thread_cores *cores) {
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-/* On Linux it stops while the machine is suspended. */
-uint64_t clock_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 void thread_yield(void) { sched_yield(); }
 

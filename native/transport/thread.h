@@ -5,9 +5,6 @@
 
 #include <stdint.h>
 
-/* Nanoseconds while the machine was awake: a deadline does not pass while the lid is closed, on any system. */
-uint64_t clock_ns(void);
-
 /* That of this thread for the system, and in tools that list threads. */
 uint64_t thread_id(void);
 

@@ -1,6 +1,8 @@
 """The engine, tested in C, also under sanitizers: native/tests/engine_*_test.c say what is checked."""
 
 from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
 
 import pytest
 from native_build import (
@@ -11,12 +13,14 @@ from native_build import (
     layer_includes,
     layer_sources,
     run_program,
+    with_simulated_clock,
 )
 
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes()]
-PARTS = ("", "_faults", "_failover", "_reconnect", "_keepalive", "_apple", "_odd", "_completions")
-NAMES = [f"engine{part}_test" for part in PARTS]
-SLOW = [f"engine{of}_test" for of in ("", "_keepalive", "_faults", "_failover", "_completions")]
+NAMES = [f"engine{part}_test" for part in ("", "_faults", "_failover", "_apple", "_odd")]
+SLOW = [f"engine{part}_test" for part in ("", "_faults", "_failover")]
+# Time is an input: native/tests/simulation.h.
+SIMULATED = [f"engine{part}_test" for part in ("_completions", "_keepalive", "_reconnect", "_timers")]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {"optimized": ["-O2"], "memory": SANITIZE_MEMORY, "threads": [*SANITIZE_THREADS, "-DWORLD_THREADS"]}
 
@@ -33,6 +37,44 @@ def test_engine(tmp_path, name, variant):
     sources = [NATIVE / "tests" / f"{name}.c", *layer_sources()]
     program = build_program(tmp_path / "engine", sources, [*FLAGS, *VARIANTS[variant]])
     assert f"{name} passed" in run_program(program, timeout=600)
+
+
+def build_simulation(directory: Path, name: str, flags: list[str]) -> Path:
+    tests = [NATIVE / "tests" / f"{file}.c" for file in (name, "simulation", "simulated_operation")]
+    return build_program(directory / name, [*tests, *with_simulated_clock(layer_sources())], [*FLAGS, *flags])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["-O2"], pytest.param(SANITIZE_MEMORY, marks=[pytest.mark.sanitize, pytest.mark.long])],
+    ids=["optimized", "memory"],
+)
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_engine(tmp_path, name, flags):
+    assert f"{name} passed" in run_program(build_simulation(tmp_path, name, flags))
+
+
+def run_simulation(program: Path, first: int, runs: int, timeout: float) -> None:
+    """Raises AssertionError where the runs have met less than they are for."""
+    printed = run_program(program, str(first), str(runs), timeout=timeout)
+    met = {words[1]: int(words[0]) for words in (part.split() for part in printed.splitlines()[-1].split(", "))}
+    assert met["runs"] == runs, printed
+    assert all(met.values()), f"the runs from seed {first} have not met everything: {printed}"
+
+
+def test_simulation(tmp_path):
+    run_simulation(build_simulation(tmp_path, "simulation_test", ["-O2"]), 1, 100, 300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "runs"),
+    [(["-O2"], 1000), pytest.param(SANITIZE_MEMORY, 200, marks=pytest.mark.sanitize)],
+    ids=["optimized", "memory"],
+)
+def test_simulation_of_other_seeds(tmp_path, flags, runs):
+    """Those of this day, so that the runs of a year are as many as days in it. A failure prints the seed."""
+    run_simulation(build_simulation(tmp_path, "simulation_test", flags), date.today().toordinal() * 10000, runs, 900)
 
 
 @pytest.mark.parametrize("name", ["operation_test", "places_test"])

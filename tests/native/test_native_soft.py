@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, layer_sources, run_program
+from native_build import (
+    NATIVE,
+    SANITIZE_MEMORY,
+    SANITIZE_THREADS,
+    build_program,
+    layer_sources,
+    run_program,
+    with_simulated_clock,
+)
 
 # Compiler flags, and where segments live: macOS's way also works on Linux, so it is tested there too.
 OWN_SEGMENT = "memfd" if sys.platform == "linux" else "posix"
@@ -17,8 +25,9 @@ VARIANTS = {
 PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "idle"]
 PROGRAMS += ["apple", "apple_life", "packets", "odd", "rxe", "writes", "peers", "processes", "scale", "stress"]
 PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
-SLOW = ["processes", "stress", "tcp_processes", "objects", "faults", "damage", "delay", "idle", "apple_life", "scale"]
+SLOW = ["processes", "stress", "tcp_processes", "objects", "faults", "damage", "apple_life", "scale"]
 SLOW += ["regions", "tcp", "writes"]
+SIMULATED = ["delay", "idle"]  # time is an input
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -30,7 +39,10 @@ def segment_names() -> set[Path]:
 def build(directory: Path, program: str, flags: list[str], segment: str) -> Path:
     tests = NATIVE / "tests"
     sources = [tests / f"soft_{program}_test.c", tests / "soft_side.c", tests / "soft_stream.c"]
-    return build_program(directory / program, sources + layer_sources("providers", segment), flags)
+    provider = layer_sources("providers", segment)
+    return build_program(
+        directory / program, sources + (with_simulated_clock(provider) if program in SIMULATED else provider), flags
+    )
 
 
 def cases() -> Iterator[object]:

@@ -26,6 +26,7 @@ __all__ = [
     "layer_sources",
     "link",
     "run_program",
+    "with_simulated_clock",
 ]
 
 NATIVE = Path(__file__).parents[2] / "native"
@@ -50,6 +51,12 @@ def layer_sources(top: str = "collectives", segment: str | None = None) -> list[
     """
     layers = list(LAYERS)[: list(LAYERS).index(top) + 1]
     return [file for layer in layers for directory in LAYERS[layer] for file in directory_sources(directory, segment)]
+
+
+def with_simulated_clock(sources: Iterable[Path]) -> list[Path]:
+    """``sources`` with the clock of native/tests/simulated_clock.c in place of those of transport and provider."""
+    clocks = (NATIVE / "transport/steady_clock.c", NATIVE / "providers/soft/clock.c")
+    return [NATIVE / "tests" / "simulated_clock.c", *(source for source in sources if source not in clocks)]
 
 
 def directory_sources(directory: str, segment: str | None = None) -> list[Path]:
