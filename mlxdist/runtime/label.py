@@ -50,8 +50,9 @@ def next_text() -> str | None:
 
 def next_label() -> int:
     """The label of the operation that is built next; 0 outside of a scope."""
-    text = next_text()
-    return 0 if text is None else label_of(text)
+    if _scopes.path is None:  # the common case, once for every operation
+        return 0
+    return label_of(next_text())
 
 
 @functools.lru_cache(maxsize=16384)

@@ -63,9 +63,12 @@ def operation(function: Function) -> Function:
 
 
 class Call:
-    """A call of an operation: its name and its options."""
+    """A call of an operation: its name and its options.
 
-    group: Group
+    Making one is most of what an operation of an ``mx.array`` costs before it is evaluated, so it takes few steps.
+    """
+
+    group: Any = None  # a Group, once the call is made
     stream: Stream = None
     out: Any = None
     dtype: Any = None
@@ -74,17 +77,17 @@ class Call:
     limit = -1.0  # the timeout as the engine takes it
 
     def __init__(self, name: str, options: Any) -> None:
+        """``options``: the keyword arguments of the call, which the object keeps as its attributes."""
+        if options:
+            if not options.keys() <= _options_of[name]:
+                unknown = min(options.keys() - _options_of[name])
+                raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+            self.__dict__ = options
+            if self.timeout is not None:
+                self.limit = native_timeout(name, self.timeout)
         self.name = name
-        self.options = options
-        if not options:
-            self.group = default_group()
-            return
-        if unknown := options.keys() - _options_of[name]:
-            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
-        self.__dict__.update(options)
-        self.group = group_of(options.get("group"))
-        if self.timeout is not None:
-            self.limit = native_timeout(name, self.timeout)
+        if type(self.group) is not Group:
+            self.group = group_of(self.group)
 
     def lazy(self, x: Any) -> mx.array | None:
         """``x`` as an ``mx.array``, if it is one, or a number or a list; else None. Checks the options with it."""
@@ -99,22 +102,22 @@ class Call:
                 raise self.error("x does not fit int64") from None
             except ValueError as error:
                 raise self.error(f"x makes no mx.array: {error}") from None
-        if self.options:
-            if self.out is not None or self.dtype is not None:
-                raise self.error("out and dtype are for NumPy arrays and buffers, and x is an mx.array")
-            if self.async_op:
-                raise self.error(
-                    "async_op is for NumPy arrays and buffers; for an mx.array leave it out, and start the operation "
-                    "with mx.async_eval(result)"
-                )
+        if self.out is not None or self.dtype is not None:
+            raise self.error("out and dtype are for NumPy arrays and buffers, and x is an mx.array")
+        if self.async_op:
+            raise self.error(
+                "async_op is for NumPy arrays and buffers; for an mx.array leave it out, and start the operation "
+                "with mx.async_eval(result)"
+            )
         return x
 
     @property
     def mlx_group(self) -> mx.distributed.Group:
         """The group for MLX's own operations, with the timeout and the label of this call."""
         label = next_label()
-        if self.timeout is None and not label:
-            return self.group.mlx
+        if label == 0 and self.timeout is None:
+            mlx_group: mx.distributed.Group = self.group.mlx
+            return mlx_group
         return self.connection.mlx_group(self.limit, 0, label)
 
     @property

@@ -71,6 +71,7 @@ __all__ = [
 Array = TypeVar("Array", mx.array, np.ndarray)
 
 _REDUCTIONS = {"sum": lib.MLXDIST_SUM, "max": lib.MLXDIST_MAX, "min": lib.MLXDIST_MIN, "prod": lib.MLXDIST_PROD}
+_SUM = _REDUCTIONS["sum"]
 
 
 @operation
@@ -79,7 +80,7 @@ def all_sum(x: Array, **options: Unpack[Options]) -> Array:
 
     float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    return _all_reduce("all_sum", x, "sum", options)
+    return _all_reduce("all_sum", x, _SUM, options)
 
 
 @operation
@@ -88,7 +89,7 @@ def all_max(x: Array, **options: Unpack[Options]) -> Array:
 
     It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
     """
-    return _all_reduce("all_max", x, "max", options)
+    return _all_reduce("all_max", x, _REDUCTIONS["max"], options)
 
 
 @operation
@@ -97,7 +98,7 @@ def all_min(x: Array, **options: Unpack[Options]) -> Array:
 
     It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
     """
-    return _all_reduce("all_min", x, "min", options)
+    return _all_reduce("all_min", x, _REDUCTIONS["min"], options)
 
 
 @operation
@@ -106,7 +107,7 @@ def all_reduce(x: Array, op: str = "sum", **options: Unpack[Options]) -> Array:
 
     Shape and dtype of ``x``, bitwise equal on all ranks. Only the sum has a gradient.
     """
-    return _all_reduce("all_reduce", x, op, options)
+    return _all_reduce("all_reduce", x, _reduction("all_reduce", op), options)
 
 
 @operation
@@ -239,11 +240,11 @@ def is_available(backend: str = "any") -> bool:
     return backend in ("any", "mlxdist")
 
 
-def _all_reduce(name: str, x: Any, op: str, options: Options) -> Any:
-    reduction, call = _reduction(name, op), Call(name, options)
+def _all_reduce(name: str, x: Any, reduction: int, options: Options) -> Any:
+    call = Call(name, options)
     if (array := call.lazy(x)) is None:
         return eager.all_reduce(call, eager.array(call, x), reduction)
-    if op == "sum":
+    if reduction == _SUM:
         return mx.distributed.all_sum(array, group=call.mlx_group, stream=call.stream)
     return bridge.all_reduce(array, call.connection, reduction, call.stream, call.limit, next_label())
 
