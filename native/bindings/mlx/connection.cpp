@@ -83,20 +83,21 @@ static mlxdist_call call_of(const Call& from) {
 /* One enqueued operation, from enqueue until its task is gone, whether it ran or not. */
 class Connection::Ticket {
  public:
-  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream, const Call& call, Peers peers)
+  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream, const Call& call, Peers peers, Operation operation)
       : connection_(std::move(connection)),
         task_(stream, connection_->id_, peers.to, peers.from),
         name_(peers.operation),
-        call_(call_of(call)) {
-    std::lock_guard lock(connection_->pending_mutex_);
+        call_(call_of(call)),
+        operation_(std::move(operation)) {
     connection_->pending_++;
   }
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
   ~Ticket() {  // NOLINT(bugprone-exception-escape): a lock that fails ends the process
     leave_void("MLX has dropped it");
-    std::lock_guard lock(connection_->pending_mutex_);
-    if (--connection_->pending_ == 0) connection_->drained_.notify_all();
+    if (--connection_->pending_ > 0) return;
+    std::lock_guard lock(connection_->pending_mutex_); /* a thread that has seen more than 0 waits by now */
+    connection_->drained_.notify_all();
   }
 
   void take_place(Peers peers) {
@@ -110,11 +111,11 @@ class Connection::Ticket {
   }
 
   /* Once, however often it has been dispatched. */
-  void run(const Operation& operation) {
+  void run() {
     if (has_run_.exchange(true)) return;
     task_.begin();
     try {
-      connection_->run(call_, operation);
+      connection_->run(call_, operation_);
     } catch (const Error& error) {
       note_failure(error);
       connection_->report(error);
@@ -127,6 +128,7 @@ class Connection::Ticket {
   StreamTask task_;
   const char* name_;
   mlxdist_call call_;
+  const Operation operation_;
   std::atomic<bool> has_run_ = false;
 };
 
@@ -194,9 +196,9 @@ void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stre
   /* Of an earlier task: before this one takes its place, if it can be. */
   if (std::this_thread::get_id() == main_thread) mx::scheduler::check_error(stream);
   auto& encoder = mx::cpu::get_command_encoder(stream);
-  auto ticket = std::make_shared<Ticket>(std::move(connection), stream, call, peers); /* std::function copies it */
+  auto ticket = std::make_shared<Ticket>(std::move(connection), stream, call, peers, std::move(operation));
   ticket->take_place(peers);
-  auto run = [ticket, operation = std::move(operation)] { ticket->run(operation); };
+  auto run = [ticket] { ticket->run(); }; /* small: MLX copies it several times */
   try {
     try {
       encoder.dispatch(run);

@@ -5,6 +5,7 @@
  */
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -137,7 +138,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::shared_mutex closing_; /* guards group_ */
   std::mutex pending_mutex_;
   std::condition_variable drained_;
-  int pending_ = 0;
+  std::atomic<int> pending_ = 0;
 };
 
 }  // namespace mlxdist

@@ -2,29 +2,32 @@
 
 #include <algorithm>
 #include <cstring>
-#include <list>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include <pthread.h>
 
 namespace mlxdist {
 
-/* Never destroyed: MLX's threads outlive the statics. */
+/* All, in the order in which they were made, and so in that of their streams. Linked by themselves: every operation
+ * makes one. Never destroyed: MLX's threads outlive the statics. */
 static auto& tasks_mutex = *new std::mutex;
-static auto& tasks = *new std::unordered_map<int, std::list<const StreamTask*>>; /* in the order of their stream */
+static StreamTask* first_task;
+static StreamTask* last_task;
 
 StreamTask::StreamTask(mlx::core::Stream stream, int group, int to, int from)
     : stream_(stream.index), group_(group), to_(to), from_(from) {
   std::lock_guard lock(tasks_mutex);
-  tasks[stream_].push_back(this);
+  previous_ = last_task;
+  (last_task == nullptr ? first_task : last_task->next_) = this;
+  last_task = this;
 }
 
 StreamTask::~StreamTask() {
   std::lock_guard lock(tasks_mutex);
-  auto& queue = tasks[stream_];
-  queue.erase(std::find(queue.begin(), queue.end(), this)); /* the first, but for one that was never dispatched */
-  if (queue.empty()) tasks.erase(stream_);
+  (previous_ == nullptr ? first_task : previous_->next_) = next_;
+  (next_ == nullptr ? last_task : next_->previous_) = previous_;
 }
 
 void StreamTask::take_place(const mlxdist_call& call) {
@@ -41,21 +44,22 @@ void StreamTask::begin() {
 std::vector<QueuedTask> queued_tasks() {
   std::lock_guard lock(tasks_mutex);
   std::vector<QueuedTask> queued;
-  for (const auto& [stream, queue] : tasks) {
-    uint64_t thread = queue.front()->thread_;
-    for (const auto* task : queue) {
-      const auto& call = task->call_;
-      if (task->thread_ == 0 && call.enqueued)
-        queued.push_back({task->group_, task->to_, task->from_, mlxdist_place_on_wire(call.place),
-                          mlxdist_place_on_wire(call.send), mlxdist_place_on_wire(call.receive), thread});
-    }
+  std::unordered_map<int, uint64_t> threads; /* of each stream: that of its first task */
+  for (const auto* task = first_task; task != nullptr; task = task->next_) {
+    uint64_t thread = threads.try_emplace(task->stream_, task->thread_).first->second;
+    const auto& call = task->call_;
+    if (task->thread_ == 0 && call.enqueued)
+      queued.push_back({task->group_, task->to_, task->from_, mlxdist_place_on_wire(call.place),
+                        mlxdist_place_on_wire(call.send), mlxdist_place_on_wire(call.receive), thread});
   }
   return queued;
 }
 
 int busy_streams() {
   std::lock_guard lock(tasks_mutex);
-  return static_cast<int>(tasks.size());
+  std::unordered_set<int> streams;
+  for (const auto* task = first_task; task != nullptr; task = task->next_) streams.insert(task->stream_);
+  return static_cast<int>(streams.size());
 }
 
 }  // namespace mlxdist

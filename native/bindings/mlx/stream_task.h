@@ -20,6 +20,9 @@ struct QueuedTask {
 };
 std::vector<QueuedTask> queued_tasks();
 
+/* The streams that have tasks. */
+int busy_streams();
+
 /* One task of a stream, as long as it lives. */
 class StreamTask {
  public:
@@ -36,13 +39,12 @@ class StreamTask {
 
  private:
   friend std::vector<QueuedTask> queued_tasks();
+  friend int busy_streams();
 
   const int stream_, group_, to_, from_;
   mlxdist_call call_{};
   uint64_t thread_ = 0; /* that carries it out; 0: none yet */
+  StreamTask *previous_ = nullptr, *next_ = nullptr;
 };
-
-/* The streams that have tasks. */
-int busy_streams();
 
 }  // namespace mlxdist
