@@ -19,6 +19,7 @@ static const uint32_t algorithms[] = {
     [MLXDIST_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
     [MLXDIST_GATHER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_SCATTER] = HAS(DIRECT) | HAS(RING),
+    [MLXDIST_ALL_TO_ALL] = HAS(DIRECT) | HAS(HIERARCHICAL),
 };
 #define OPERATIONS ((int32_t)(sizeof algorithms / sizeof *algorithms))
 
@@ -35,7 +36,9 @@ static inline bool has(const mlxdist_group *group, int32_t operation, int32_t al
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
   bool small = bytes <= SMALL_BYTES;
   bool sparse = (uint32_t)group->size > group->engine->options.on_demand_threshold;
-  if (!small && has(group, operation, MLXDIST_HIERARCHICAL)) return MLXDIST_HIERARCHICAL;
+  /* An all_to_all has as many bytes for other hosts in fewer messages, the others have fewer bytes in more steps. */
+  bool better = small == (operation == MLXDIST_ALL_TO_ALL);
+  if (better && has(group, operation, MLXDIST_HIERARCHICAL)) return MLXDIST_HIERARCHICAL;
   switch (operation) {
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
@@ -48,7 +51,8 @@ static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t ope
       if (sparse) return small ? MLXDIST_TREE : MLXDIST_RING;
       return group->size > 2 && !small ? MLXDIST_MESH : MLXDIST_DIRECT;
     case MLXDIST_GATHER:
-    case MLXDIST_SCATTER: return MLXDIST_DIRECT;
+    case MLXDIST_SCATTER:
+    case MLXDIST_ALL_TO_ALL: return MLXDIST_DIRECT;
     case MLXDIST_BARRIER: return sparse ? MLXDIST_RECURSIVE_DOUBLING : MLXDIST_DIRECT;
     default: return sparse ? MLXDIST_TREE : group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
   }

@@ -1,4 +1,6 @@
-#include "chunks.h"
+#include "algorithm.h"
+#include "direct.h"
+#include "hierarchical.h"
 
 /* On all ranks alike: those that have all links would wait for the others. */
 static int check_connected(const mlxdist_group *group, const char *name) {
@@ -13,18 +15,13 @@ int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const ml
   if (!status) status = check_divisible(group, "all_to_all", layout);
   if (!status) status = check_connected(group, "all_to_all");
   if (status) return status;
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_TO_ALL, layout, 0, -1, MLXDIST_DIRECT);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "all_to_all", MLXDIST_ALL_TO_ALL, layout, 0, -1, &operation);
   if (status) return status;
   uint64_t bytes = layout_bytes(layout) / (uint64_t)group->size;
-  operation_round(operation);
-  operation_copy(operation, (char *)out + bytes * (uint64_t)group->rank,
-                 (const char *)in + bytes * (uint64_t)group->rank, bytes);
-  for (int32_t i = 1; i < group->size; i++) {
-    int32_t to = (group->rank + i) % group->size, from = (group->rank - i + group->size) % group->size;
-    operation_send(operation, to, (const char *)in + bytes * (uint64_t)to, bytes);
-    operation_receive(operation, from, (char *)out + bytes * (uint64_t)from, bytes);
-  }
+  if (algorithm_of(operation) == MLXDIST_HIERARCHICAL)
+    hierarchical_all_to_all(operation, bytes, in, out);
+  else
+    direct_all_to_all(operation, bytes, in, out);
   return operation_start(operation, call);
 }
 
@@ -38,6 +35,8 @@ static int check_counts(const mlxdist_group *group, const uint64_t *counts, uint
   return MLXDIST_OK;
 }
 
+/* Direct only: a rank knows the counts of its own chunks, so those of its host could not place what it passes on before
+ * the counts had gone round, and that takes as long as the messages that it would save. */
 int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *send_counts, void *out,
                          const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_call *call) {
   struct operation *operation;

@@ -48,6 +48,18 @@ void direct_all_gather(struct operation *operation, const struct subset *subset,
   }
 }
 
+void direct_all_to_all(struct operation *operation, uint64_t bytes, const char *in, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  uint64_t own = bytes * (uint64_t)group->rank;
+  operation_round(operation);
+  operation_copy(operation, out + own, in + own, bytes);
+  for (int32_t i = 1; i < group->size; i++) {
+    int32_t to = (group->rank + i) % group->size, from = (group->rank - i + group->size) % group->size;
+    operation_send(operation, to, in + bytes * (uint64_t)to, bytes);
+    operation_receive(operation, from, out + bytes * (uint64_t)from, bytes);
+  }
+}
+
 void direct_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
                    int32_t root) {
   const mlxdist_group *group = operation_group(operation);

@@ -22,6 +22,9 @@ void direct_reduce_scatter(struct operation* operation, const struct subset* sub
 void direct_all_gather(struct operation* operation, const struct subset* subset, const struct chunks* chunks,
                        const char* own, char* out);
 
+/* Each rank sends chunk j of `in`, of `bytes` bytes, to member j: (n-1)/n of `in`. */
+void direct_all_to_all(struct operation* operation, uint64_t bytes, const char* in, char* out);
+
 /* All ranks' `in` to the root, which reduces them into `out`. Rounded once. */
 void direct_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out,
                    int32_t root);

@@ -80,3 +80,50 @@ void hierarchical_all_gather(struct operation *operation, const struct chunks *c
     }
   }
 }
+
+/* Where chunks for `host`, or from it, lie in scratch: one for each place, host by host. */
+static inline char *chunks_of_host(const mlxdist_group *group, char *scratch, uint64_t bytes, int32_t host) {
+  return scratch + bytes * (uint64_t)(host * group->of_host.size);
+}
+
+/* Collects all of this host's chunks for the members at this rank's place: those for other hosts in `gathered`. */
+static void gather_for_hosts(struct operation *operation, uint64_t bytes, const char *in, char *gathered, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  const struct subset *within = &group->of_host, *between = &group->across_hosts;
+  for (int32_t host = 0; host < between->size; host++) {
+    uint64_t own = bytes * (uint64_t)member_at(group, host, within->place);
+    char *to = chunks_of_host(group, gathered, bytes, host) + bytes * (uint64_t)within->place;
+    operation_round(operation);
+    operation_copy(operation, host == between->place ? out + own : to, in + own, bytes);
+  }
+  for (int32_t i = 1; i < within->size; i++) {
+    int32_t place = (within->place + i) % within->size, member = subset_member(within, place);
+    for (int32_t host = 0; host < between->size; host++) {
+      char *from = chunks_of_host(group, gathered, bytes, host) + bytes * (uint64_t)place;
+      operation_send(operation, member, in + bytes * (uint64_t)member_at(group, host, place), bytes);
+      operation_receive(operation, member, host == between->place ? out + bytes * (uint64_t)member : from, bytes);
+    }
+  }
+}
+
+void hierarchical_all_to_all(struct operation *operation, uint64_t bytes, const char *in, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  const struct subset *within = &group->of_host, *between = &group->across_hosts;
+  uint64_t of_host = bytes * (uint64_t)within->size, of_group = bytes * (uint64_t)group->size;
+  char *gathered = operation_scratch(operation, 2 * of_group), *arrived = gathered + of_group;
+  gather_for_hosts(operation, bytes, in, gathered, out);
+  operation_round(operation);
+  for (int32_t i = 1; i < between->size; i++) {
+    int32_t host = (between->place + i) % between->size, member = subset_member(between, host);
+    operation_send(operation, member, chunks_of_host(group, gathered, bytes, host), of_host);
+    operation_receive(operation, member, chunks_of_host(group, arrived, bytes, host), of_host);
+  }
+  for (int32_t i = 1; i < between->size; i++) {
+    int32_t host = (between->place + i) % between->size;
+    for (int32_t place = 0; place < within->size; place++) {
+      operation_round(operation);
+      operation_copy(operation, out + bytes * (uint64_t)member_at(group, host, place),
+                     chunks_of_host(group, arrived, bytes, host) + bytes * (uint64_t)place, bytes);
+    }
+  }
+}

@@ -55,7 +55,7 @@ const char *layout_operation(const struct wire_descriptor *descriptor) {
     case MLXDIST_REDUCE: return reduces[reduction];
     case MLXDIST_GATHER: return "gather";
     case MLXDIST_SCATTER: return "scatter";
-    case WIRE_ALL_TO_ALL: return "all_to_all";
+    case MLXDIST_ALL_TO_ALL: return "all_to_all";
     case WIRE_ALL_TO_ALL_V: return "all_to_all_v";
     case WIRE_SPLIT: return "split";
     default: return "an unknown operation";

@@ -40,7 +40,7 @@ static void heard(struct peer *peer, uint64_t now) {
 void meeting_heard(const struct operation *operation, uint64_t now) {
   /* None of these ends before all members have come to it, whichever the messages went by. */
   const uint32_t joint = 1u << MLXDIST_ALL_REDUCE | 1u << MLXDIST_ALL_GATHER | 1u << MLXDIST_REDUCE_SCATTER |
-                         1u << MLXDIST_BARRIER | 1u << WIRE_ALL_TO_ALL;
+                         1u << MLXDIST_BARRIER | 1u << MLXDIST_ALL_TO_ALL;
   const mlxdist_group *group = operation->group;
   if (joint >> operation->sends.operation & 1) {
     for (int32_t member = 0; member < group->size; member++)

@@ -115,6 +115,7 @@ typedef enum mlxdist_operation {
   MLXDIST_REDUCE = 6,
   MLXDIST_GATHER = 7,
   MLXDIST_SCATTER = 8,
+  MLXDIST_ALL_TO_ALL = 9,
 } mlxdist_operation;
 
 /* A line of the tuning table: `operation` on `ranks` ranks with at most `bytes` (of `in`) uses `algorithm`. The first

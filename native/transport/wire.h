@@ -106,9 +106,8 @@ static_assert(sizeof(struct wire_descriptor) == 64, "payloads stay aligned for S
 
 /* The operations beside those of mlxdist_operation. */
 enum wire_operation {
-  WIRE_SEND = MLXDIST_SCATTER + 1, /* send, recv and both halves of sendrecv */
+  WIRE_SEND = MLXDIST_ALL_TO_ALL + 1, /* send, recv and both halves of sendrecv */
   WIRE_FINALIZE,
-  WIRE_ALL_TO_ALL,
   WIRE_ALL_TO_ALL_V,
   WIRE_SPLIT,
 };

@@ -30,6 +30,7 @@ ALGORITHMS = {
     "reduce": ["direct", "mesh", "ring", "tree"],
     "gather": ["direct", "ring"],
     "scatter": ["direct", "ring"],
+    "all_to_all": ["direct", "hierarchical"],
     "barrier": ["direct", "ring", "recursive_doubling"],
 }
 hosts = sys.argv[1:]
@@ -109,6 +110,12 @@ def scatter(inputs: list[np.ndarray], dtype: str, op: str, root: int) -> None:
     require(result, reference.scatter(whole, root, rank), f"scatter from {root} of {dtype} {whole[0].shape}")
 
 
+def all_to_all(inputs: list[np.ndarray], dtype: str, op: str, root: int) -> None:
+    whole = [array[: array.size - array.size % size] for array in inputs]
+    result = mlxdist.all_to_all(whole[rank], **keyword(dtype))
+    require(result, reference.all_to_all(whole, rank), f"all_to_all of {dtype} {whole[0].shape}")
+
+
 def barriers() -> None:
     """No rank leaves before the last has entered. All ranks read the same clock."""
     for late in range(size):
@@ -128,6 +135,7 @@ OPERATIONS = {
     "reduce": reduce,
     "gather": gather,
     "scatter": scatter,
+    "all_to_all": all_to_all,
 }
 
 

@@ -37,7 +37,26 @@ def exact_in(outputs, algorithm):
 def test_within_hosts_then_between_them(run_ranks, hosts):
     """Two to four virtual hosts, with two or three ranks each, whose numbers may be in any order."""
     outputs = run_ranks("algorithms.py", len(hosts), *hosts, environment={"MLXDIST_ALGO": "hierarchical"})
-    assert exact_in(outputs, "hierarchical") == "all_sum all_gather reduce_scatter"
+    assert exact_in(outputs, "hierarchical") == "all_sum all_gather reduce_scatter all_to_all"
+
+
+@pytest.mark.parametrize("hosts", ["0011", pytest.param("210012", marks=pytest.mark.long)])
+@pytest.mark.parametrize("algorithm, each", [("direct", 1), ("hierarchical", 2)])
+def test_messages_of_all_to_all_between_hosts(run_ranks, tmp_path, hosts, algorithm, each):
+    """Two ranks on each host: direct has a message to each rank elsewhere, the hierarchy one to a host, of twice the bytes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os; os.environ['MLXDIST_EMULATED_NODE'] = '{hosts}'[int(os.environ['MLXDIST_RANK'])]\n"
+        f"import numpy as np, mlxdist; mlxdist.init(); mlxdist.all_to_all(np.ones({len(hosts)}, np.int64))\n"
+    )
+    log = {"MLXDIST_DEBUG": "trace:message", "MLXDIST_DEBUG_FILE": str(tmp_path / "%r.log")}
+    run_ranks(program, len(hosts), environment=log | {"MLXDIST_ALGO": algorithm})
+    for rank, host in enumerate(hosts):
+        sent = re.findall(r": to rank (\d+): .*, ([1-9]\d*) bytes", (tmp_path / f"{rank}.log").read_text())
+        others = [(to, int(size)) for to, size in sent if hosts[int(to)] != host]
+        reached = [hosts[int(to)] for to, _ in others]
+        assert sorted(reached) == sorted([*set(hosts) - {host}] * (2 // each)), others
+        assert {size for _, size in others} == {8 * each}, others
 
 
 @pytest.mark.parametrize("hosts", ["001", "0000", "01", "00012"])
@@ -50,6 +69,19 @@ def test_hosts_that_make_no_hierarchy(run_ranks, tmp_path, hosts):
     )
     outputs = run_ranks(program, len(hosts), environment={"MLXDIST_ALGO": "hierarchical"})
     assert {output.split()[-1] for output in outputs} == {"direct" if len(hosts) == 2 else "mesh"}
+
+
+def test_hierarchy_by_default(run_ranks, tmp_path):
+    """Above 32 KiB, where it has fewer bytes between hosts; an all_to_all up to there, where it has fewer messages."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os; os.environ['MLXDIST_EMULATED_NODE'] = '0011'[int(os.environ['MLXDIST_RANK'])]\n"
+        "import mlxdist; group = mlxdist.init()\n"
+        "print(*[group.algorithm(name, size) for name in ('all_gather', 'all_to_all') for size in (32768, 32772)])\n"
+    )
+    (first, *others) = run_ranks(program, 4)
+    assert first.splitlines()[-1].split() == ["direct", "hierarchical", "hierarchical", "direct"]
+    assert {output.splitlines()[-1] for output in others} == {first.splitlines()[-1]}
 
 
 @pytest.mark.parametrize(

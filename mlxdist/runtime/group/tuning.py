@@ -20,9 +20,19 @@ from mlxdist.base.json_reader import parse_json
 __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "Tuning", "load", "merge", "pack", "read", "unpack"]
 
 # In the order of mlxdist_operation and mlxdist_algorithm in mlxdist.h, which both count from 1.
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter")
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
 # Those that the measurement chooses for: the ring of the other two is for links that leave no choice.
-TUNED = OPERATIONS[:6]
+TUNED = tuple(name for name in OPERATIONS if name not in ("gather", "scatter"))
 ALGORITHMS = tuple(name for name in SETTINGS if name != "auto")
 
 MAX_ROWS = 4096

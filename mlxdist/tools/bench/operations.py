@@ -226,9 +226,7 @@ CASES = {
     "sum_scatter": Case(mlxdist.sum_scatter, lambda inputs, rank: _part(add(inputs), rank, inputs.ranks)),
     "broadcast": Case(_broadcast, lambda inputs, rank: inputs[ROOT], chains=True, in_place=True),
     "all_to_all": Case(
-        mlxdist.all_to_all,
-        lambda inputs, rank: np.concatenate([_part(array, rank, inputs.ranks) for array in inputs]),
-        choice=False,
+        mlxdist.all_to_all, lambda inputs, rank: np.concatenate([_part(array, rank, inputs.ranks) for array in inputs])
     ),
     "all_to_all_v": Case(_all_to_all_v, _of_unequal_parts, choice=False),
     "reduce": Case(_reduce, lambda inputs, rank: add(inputs)[: None if rank == ROOT else 0]),
