@@ -22,7 +22,7 @@ from .validation import read_bounded, suggestion
 
 __all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "update"]
 
-SCHEMA = 2
+SCHEMA = 3
 SECTIONS = ("hosts", "algorithms", "expert_links")
 MAX_FILE_BYTES = 1 << 20
 _FIELDS = ("schema", "machine", "date", *SECTIONS)
@@ -68,7 +68,8 @@ def read_section(path: Path, name: str, check: Callable[[Any], T], empty: Any) -
             raise ValueError(f'in "{name}": {error}') from None
     except ValueError as error:
         raise InvalidArgument(
-            f"tuning file {path}: {error}; measure again with `mlxdist calibrate`, or set MLXDIST_TUNING_FILE=none"
+            f"tuning file {path}: {error}; remove it and measure again with `mlxdist calibrate`, or set "
+            "MLXDIST_TUNING_FILE=none"
         ) from None
 
 

@@ -75,8 +75,8 @@ def calibrate(
     hosts: how fast each host computes, reads memory and talks to the others. The measurements become the shares of
     ranks on machines of unequal speed: rank_shares="memory" or "compute" where a plan or layer takes rank_shares, and
     `mlxdist shard MODEL --hostfile FILE`. algorithms: the fastest algorithm of each operation, by size, for this number
-    of ranks. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". The file keeps what it
-    says of other hosts and numbers of ranks. Other work on the hosts spoils the numbers.
+    of ranks and hosts. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". The file keeps
+    what it says of other hosts and numbers of ranks and hosts. Other work on the hosts spoils the numbers.
 
     The exit status is 1, and nothing is saved, if a host cannot be measured, if a result is wrong or cannot be true, or
     if other processes used more than 5 % of the CPU meanwhile (--force saves all the same).
@@ -111,7 +111,7 @@ def calibrate(
         problems += [f"{r['case']['operation']} by {r['variant']}: {r['refused']}" for r in refused]
         loads["algorithms"], found["algorithms"] = results["setup"], results
         if not refused:
-            sections["algorithms"] = algorithms.choose(results, runner.ranks)
+            sections["algorithms"] = algorithms.choose(results)
             table = partial(algorithms.show_algorithms, rows=sections["algorithms"])
             show.append(lambda console: print_results(results, table, console))
     if "experts" in parts:
@@ -158,7 +158,7 @@ def _prepared(output: Path | None) -> Path:
 
 
 def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """The sections of the file, in which new measurements replace those of the same hosts and numbers of ranks.
+    """The sections of the file, in which new measurements replace those of the same hosts, or as many ranks and hosts.
 
     Raises:
         InvalidArgument: the existing file is malformed.
@@ -169,8 +169,12 @@ def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
     hosts, old = {}, tuning.Tuning()
     if path.exists():
         hosts, old = tuning_file.read_section(path, "hosts", check_hosts, {}), tuning.read(path)
-    measured = {(link["provider"], link["ranks"]) for link in new.get("expert_links", [])}
-    links = [link for link in old.expert_links if (link["provider"], link["ranks"]) not in measured]
+    measured = [_shape(link) for link in new.get("expert_links", [])]
+    links = [link for link in old.expert_links if _shape(link) not in measured]
     rows = tuning.merge(old.algorithms, new.get("algorithms", []))
     merged = tuning.sections(tuning.Tuning(rows, [*links, *new.get("expert_links", [])]))
     return merged | {"hosts": {name: host.as_json() for name, host in hosts.items()} | new.get("hosts", {})}
+
+
+def _shape(link: dict[str, Any]) -> tuple[str, int, int]:
+    return link["provider"], link["ranks"], link["hosts"]

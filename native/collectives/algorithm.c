@@ -67,8 +67,8 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
   if (has(group, operation, engine->options.algo)) return engine->options.algo;
   for (uint64_t i = 0; i < engine->tuning_lines; i++) {
     const mlxdist_tuning *line = &engine->tuning[i];
-    if (line->operation == (int32_t)operation && line->ranks == group->size && bytes <= line->bytes &&
-        has(group, operation, line->algorithm))
+    if (line->operation == (int32_t)operation && line->ranks == group->size && line->hosts == group->hosts &&
+        bytes <= line->bytes && has(group, operation, line->algorithm))
       return line->algorithm;
   }
   return by_default(group, operation, bytes);

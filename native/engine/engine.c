@@ -79,8 +79,9 @@ int engine_new(int32_t rank, int32_t size, const mlxdist_options *options, const
   failure_init(&engine->failure);
   init_transport(engine, callbacks);
   int status = allocate_peers(engine);
-  if (!status && options->adjacency) status = topology_copy(options->adjacency, size, &engine->adjacency);
-  if (!status && options->hosts) status = topology_copy_hosts(options->hosts, size, &engine->hosts);
+  if (!status && options->adjacency) status = topology_check(options->adjacency, size);
+  engine->adjacency = topology_copy(options->adjacency, (size_t)size * (size_t)size, &status);
+  engine->hosts = topology_copy(options->hosts, (size_t)size * sizeof *engine->hosts, &status);
   if (!status && size > 1) status = open_transport(engine, options->links);
   if (status)
     engine_free(engine);

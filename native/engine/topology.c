@@ -8,23 +8,22 @@
 /* A ring through given links is hard to find in general, and easy in what people build: a ring, or nearly all pairs. */
 #define MAX_STEPS 1000000
 
-int topology_copy(const uint8_t *adjacency, int32_t size, uint8_t **copy) {
+int topology_check(const uint8_t *adjacency, int32_t size) {
   for (int32_t a = 0; a < size; a++)
     for (int32_t b = 0; b < a; b++)
       if (!adjacency[a * size + b] != !adjacency[b * size + a])
         return fail(MLXDIST_INVALID_ARGUMENT, "the cable between ranks %d and %d is known to one of them only", b, a);
-  *copy = malloc((size_t)size * (size_t)size);
-  if (!*copy) return fail(MLXDIST_RESOURCES, "out of memory for the topology of %d ranks", size);
-  memcpy(*copy, adjacency, (size_t)size * (size_t)size);
   return MLXDIST_OK;
 }
 
-int topology_copy_hosts(const int32_t *hosts, int32_t size, int32_t **copy) {
-  size_t bytes = (size_t)size * sizeof *hosts;
-  *copy = malloc(bytes);
-  if (!*copy) return fail(MLXDIST_RESOURCES, "out of memory for the hosts of %d ranks", size);
-  memcpy(*copy, hosts, bytes);
-  return MLXDIST_OK;
+void *topology_copy(const void *of_ranks, size_t bytes, int *status) {
+  if (!of_ranks || *status) return 0;
+  void *copy = malloc(bytes);
+  if (copy)
+    memcpy(copy, of_ranks, bytes);
+  else
+    *status = fail(MLXDIST_RESOURCES, "out of memory for the topology: %zu bytes", bytes);
+  return copy;
 }
 
 static bool joined(const mlxdist_group *group, int32_t a, int32_t b) {
@@ -56,6 +55,15 @@ static int32_t list_host(const mlxdist_group *group, int32_t member, int32_t *li
   return count;
 }
 
+static int32_t count_hosts(const mlxdist_group *group) {
+  int32_t list[MLXDIST_MAX_RANKS], hosts = 0;
+  for (int32_t member = 0; member < group->size; member++) {
+    list_host(group, member, list);
+    hosts += list[0] == member;
+  }
+  return hosts;
+}
+
 /* Hosts in the order of their first members, which is the same on every rank. */
 static void divide_by_host(mlxdist_group *group) {
   int32_t list[MLXDIST_MAX_RANKS], listed = 0, place = 0;
@@ -79,11 +87,14 @@ static void divide_by_host(mlxdist_group *group) {
   group->across_hosts = (struct subset){by_host + place % here, here, group->size / here, place / here};
 }
 
+int32_t mlxdist_group_hosts(const mlxdist_group *group) { return group->hosts; }
+
 void topology_of_group(mlxdist_group *group) {
   bool used[MLXDIST_MAX_RANKS] = {true};
   int steps = 0;
   group->everyone = (struct subset){0, 1, group->size, group->rank};
-  if (group->engine->hosts) divide_by_host(group);
+  group->hosts = group->engine->hosts ? count_hosts(group) : 1;
+  if (group->hosts > 1) divide_by_host(group);
   group->fully_connected = true;
   for (int32_t a = 0; a < group->size; a++)
     for (int32_t b = 0; b < a; b++) group->fully_connected &= joined(group, a, b);

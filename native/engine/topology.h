@@ -8,10 +8,11 @@
 
 #include "group.h"
 
-/* Copies the caller's matrix. INVALID_ARGUMENT if it is not symmetric. */
-int topology_copy(const uint8_t* adjacency, int32_t size, uint8_t** copy);
+/* INVALID_ARGUMENT if the caller's matrix is not symmetric. */
+int topology_check(const uint8_t* adjacency, int32_t size);
 
-int topology_copy_hosts(const int32_t* hosts, int32_t size, int32_t** copy);
+/* A copy of what the caller says of the ranks; NULL where that is NULL, and where `status` is or becomes an error. */
+void* topology_copy(const void* of_ranks, size_t bytes, int* status);
 
-/* Sets the group's `ring`, `fully_connected`, `by_host` and subsets. */
+/* Sets the group's `ring`, `fully_connected`, `hosts`, `by_host` and subsets. */
 void topology_of_group(mlxdist_group* group);

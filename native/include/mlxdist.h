@@ -118,11 +118,12 @@ typedef enum mlxdist_operation {
   MLXDIST_ALL_TO_ALL = 9,
 } mlxdist_operation;
 
-/* A line of the tuning table: `operation` on `ranks` ranks with at most `bytes` (of `in`) uses `algorithm`. The first
- * line that fits counts. */
+/* A line of the tuning table: `operation` on `ranks` ranks of `hosts` hosts with at most `bytes` (of `in`) uses
+ * `algorithm`. The first line that fits counts. */
 typedef struct mlxdist_tuning {
   int32_t operation;
   int32_t ranks;
+  int32_t hosts;
   uint64_t bytes;
   int32_t algorithm;
 } mlxdist_tuning;
@@ -523,6 +524,9 @@ void mlxdist_group_stop_watching(mlxdist_group* group);
 /* Replaces the table by which algorithms are chosen, while no thread of this rank starts an operation. Must be equal on
  * all ranks: another choice is a mismatch. */
 int mlxdist_group_set_tuning(mlxdist_group* group, const mlxdist_tuning* table, uint64_t lines);
+
+/* How many hosts the ranks of the group are on, as options.hosts says. */
+int32_t mlxdist_group_hosts(const mlxdist_group* group);
 
 /* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
 int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);

@@ -43,7 +43,7 @@ def test_within_hosts_then_between_them(run_ranks, hosts):
 @pytest.mark.parametrize("hosts", ["0011", pytest.param("210012", marks=pytest.mark.long)])
 @pytest.mark.parametrize("algorithm, each", [("direct", 1), ("hierarchical", 2)])
 def test_messages_of_all_to_all_between_hosts(run_ranks, tmp_path, hosts, algorithm, each):
-    """Two ranks on each host: direct has a message to each rank elsewhere, the hierarchy one to a host, of twice the bytes."""
+    """Two ranks on a host: direct has a message to each rank elsewhere, the hierarchy one of twice the bytes a host."""
     program = tmp_path / "program.py"
     program.write_text(
         f"import os; os.environ['MLXDIST_EMULATED_NODE'] = '{hosts}'[int(os.environ['MLXDIST_RANK'])]\n"

@@ -14,16 +14,17 @@ from mlxdist.runtime.native import ffi, lib
 from mlxdist.tools.calibrate.algorithms import choose, measured_sizes
 
 ROWS = [
-    Row("all_reduce", 2, 4096, "direct"),
-    Row("all_reduce", 2, MAX_BYTES, "mesh"),
-    Row("all_reduce", 256, 0, "ring"),
-    Row("barrier", 2, 0, "recursive_doubling"),
-    Row("reduce", 2, 1 << 40, "tree"),
+    Row("all_reduce", 2, 1, 4096, "direct"),
+    Row("all_reduce", 2, 1, MAX_BYTES, "mesh"),
+    Row("all_reduce", 256, 2, 0, "ring"),
+    Row("barrier", 2, 1, 0, "recursive_doubling"),
+    Row("reduce", 2, 2, 1 << 40, "tree"),
 ]
-ROW = {"operation": "all_reduce", "ranks": 2, "bytes": 4096, "algorithm": "ring"}
+ROW = {"operation": "all_reduce", "ranks": 2, "hosts": 1, "bytes": 4096, "algorithm": "ring"}
 
 
-LINK = {"provider": "soft", "ranks": 2, "plan": 1e-4, "costs": {"all_sum": {"latency": 1e-5, "bandwidth": 1e9}}}
+COSTS = {"all_sum": {"latency": 1e-5, "bandwidth": 1e9}}
+LINK = {"provider": "soft", "ranks": 2, "hosts": 1, "plan": 1e-4, "costs": COSTS}
 TUNING = Tuning(ROWS, [LINK])
 
 
@@ -32,7 +33,7 @@ def write(path, found):
 
 
 def table(*rows, **fields):
-    return json.dumps({"schema": 2, "algorithms": list(rows)} | fields)
+    return json.dumps({"schema": 3, "algorithms": list(rows)} | fields)
 
 
 def test_a_file_holds_what_was_written(tmp_path):
@@ -74,7 +75,8 @@ def test_numbers_are_those_of_the_engine():
         assert elements == {f"MLXDIST_{name.upper()}": number for number, name in enumerate(names, 1)}
     assert lib.MLXDIST_MAX_RANKS == MAX_RANKS
     native = ffi.new("mlxdist_tuning *", ROWS[4].native())
-    assert (native.operation, native.ranks, native.bytes) == (lib.MLXDIST_REDUCE, 2, 1 << 40)
+    assert (native.operation, native.ranks, native.hosts) == (lib.MLXDIST_REDUCE, 2, 2)
+    assert native.bytes == 1 << 40
     assert native.algorithm == lib.MLXDIST_TREE
 
 
@@ -82,18 +84,18 @@ def test_numbers_are_those_of_the_engine():
     "text, words",
     [
         ("", "line 1, column 1"),
-        ('{"schema": 2,\n "algorithms": [}', "line 2, column 17"),
+        ('{"schema": 3,\n "algorithms": [}', "line 2, column 17"),
         ("[]", "not a JSON object"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         ("[" * 100_000, "nested too deeply"),
         (table(), None),
-        (table(schema=1), "its schema is 1, and this mlxdist reads 2"),
+        (table(schema=2), "its schema is 2, and this mlxdist reads 3; remove it and measure again with `mlxdist"),
         (table(schema=True), "its schema is True"),
         (json.dumps({"algorithms": []}), "its schema is None"),
         (table(colour="red"), "there is no field 'colour'; there are schema, machine, date, hosts"),
         (table(algoritms=[]), "there is no field 'algoritms'; did you mean algorithms?"),
         (table(algorithms=7), 'in "algorithms": it is not a list of at most'),
-        (table(ROW, ROW | {"bytes": 5000}, 7), "row 3 must have the fields operation, ranks, bytes, algorithm"),
+        (table(ROW, ROW | {"bytes": 5000}, 7), "row 3 must have the fields operation, ranks, hosts, bytes, algorithm"),
         (table(ROW | {"note": ""}), "row 1 must have the fields"),
         (table({"operation": "all_reduce"}), "row 1 must have the fields"),
         (table(ROW | {"operation": "all_som"}), "row 1: operation is 'all_som', not one of all_reduce, all_gather"),
@@ -103,6 +105,10 @@ def test_numbers_are_those_of_the_engine():
         (table(ROW | {"ranks": 1025}), "row 1: ranks is 1025"),
         (table(ROW | {"ranks": True}), "row 1: ranks is True"),
         (table(ROW | {"ranks": "2"}), "row 1: ranks is '2'"),
+        (table(ROW | {"hosts": 0}), "row 1: hosts is 0, not a whole number from 1 to 256"),
+        (table(ROW | {"hosts": None}), "row 1: hosts is None"),
+        (table(ROW | {"hosts": 3}), "row 1: hosts is 3, more than the 2 ranks"),
+        (table({name: ROW[name] for name in ROW if name != "hosts"}), "row 1 must have the fields operation, ranks"),
         (table(ROW | {"bytes": 4096.0}), "row 1: bytes is 4096.0"),
         (table(ROW | {"bytes": -1}), "row 1: bytes is -1"),
         (table(ROW | {"bytes": MAX_BYTES + 1}), f"row 1: bytes is {MAX_BYTES + 1}"),
@@ -110,11 +116,13 @@ def test_numbers_are_those_of_the_engine():
         (table(ROW | {"bytes": None}).replace("null", "1" * 5000), "digits"),
         (table(ROW).replace('"ranks": 2', '"ranks": 2, "ranks": 3'), "'ranks' is there twice"),
         (table(ROW, ROW | {"algorithm": "mesh"}), "row 2 never counts, because row 1 is for all_reduce on 2 ranks"),
+        (table(ROW, ROW | {"hosts": 2}, ROW | {"hosts": 2}), "because row 2 is for all_reduce on 2 ranks (hosts: 2)"),
         (table(*[ROW] * (MAX_ROWS + 1)), f"it is not a list of at most {MAX_ROWS} rows"),
         (table(expert_links=[7]), 'in "expert_links"'),
         (table(expert_links=[LINK | {"plan": -1}]), "plan is -1, not a number above 0"),
         (table(expert_links=[LINK | {"costs": {"all_sum": {"latency": 1}}}]), "bandwidth is missing"),
         (table(expert_links=[LINK | {"ranks": 1}]), "ranks is 1, not a whole number from 2 to 256"),
+        (table(expert_links=[LINK | {"hosts": 3}]), "hosts is 3, more than the 2 ranks"),
         (" " * (1 << 20) + table(), "more than 1048576 bytes"),
     ],
 )
@@ -180,13 +188,15 @@ def test_the_variable():
 
 
 def test_a_new_measurement_replaces_what_it_measured_and_nothing_else():
-    new = [Row("all_reduce", 2, MAX_BYTES, "ring"), Row("broadcast", 2, MAX_BYTES, "tree")]
+    new = [Row("all_reduce", 2, 1, MAX_BYTES, "ring"), Row("broadcast", 2, 1, MAX_BYTES, "tree")]
     merged = tuning.merge(ROWS, new)
     assert sorted(merged, key=str) == sorted([*new, *ROWS[2:]], key=str)
     assert tuning.sections(Tuning(merged))  # no row hides another
+    between = [Row("all_reduce", 2, 2, MAX_BYTES, "ring")]  # each on a host of its own
+    assert sorted(tuning.merge(ROWS, between), key=str) == sorted([*between, *ROWS], key=str)
 
 
-def selected(ranks, *sizes):
+def selected(ranks, *sizes, hosts=1):
     """The rows for times of all_reduce: (size, microseconds of each algorithm)."""
     results = [
         {"case": {"operation": "all_reduce", "bytes": size}, "variant": name, "default": "direct"}
@@ -194,17 +204,19 @@ def selected(ranks, *sizes):
         for size, times in sizes
         for name, time in times.items()
     ]
-    return choose({"cases": results}, ranks)
+    return choose({"setup": {"ranks": ranks, "host_count": hosts}, "cases": results})
 
 
 def test_the_fastest_is_selected_up_to_the_middle_of_two_sizes():
     rows = selected(4, (4096, {"direct": 1.0, "ring": 2.0}), (16384, {"direct": 4.0, "ring": 2.0}))
-    assert rows == [Row("all_reduce", 4, 8192, "direct"), Row("all_reduce", 4, MAX_BYTES, "ring")]
+    assert rows == [Row("all_reduce", 4, 1, 8192, "direct"), Row("all_reduce", 4, 1, MAX_BYTES, "ring")]
+    rows = selected(4, (4096, {"direct": 2.0, "hierarchical": 1.0}), hosts=2)
+    assert rows == [Row("all_reduce", 4, 2, MAX_BYTES, "hierarchical")]
 
 
 def test_equal_choices_are_one_row():
     rows = selected(2, (1, {"ring": 1.0, "mesh": 2.0}), (4, {"ring": 1.0, "mesh": 2.0}))
-    assert rows == [Row("all_reduce", 2, MAX_BYTES, "ring")]
+    assert rows == [Row("all_reduce", 2, 1, MAX_BYTES, "ring")]
 
 
 def test_what_is_as_fast_does_not_change_the_choice():

@@ -30,7 +30,7 @@ def test_the_peak_is_that_of_calibrate(run_scenarios, tmp_path, ranks, hosts, pe
     """Once for each host, however many ranks it has."""
     tuning = tmp_path / "tuning.json"
     measured = {name: {"tflops": tflops, "memory_gbps": 10.0} for name, tflops in hosts.items()}
-    tuning.write_text(json.dumps({"schema": 2, "hosts": measured}))
+    tuning.write_text(json.dumps({"schema": 3, "hosts": measured}))
     run_scenarios("throughput.py", ranks, "peak", peak, environment={"MLXDIST_TUNING_FILE": str(tuning)})
 
 

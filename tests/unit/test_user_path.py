@@ -81,7 +81,7 @@ def test_tuning_file_of_calibrate(home, monkeypatch):
     """`hostfile show` prints what the file in the home directory has."""
     (home / "hosts").write_text("a\n")
     hosts = {"a": {"tflops": 3.5, "memory_gbps": 400.0}}
-    (home / "x.json").write_text(json.dumps({"schema": 2, "hosts": hosts}))
+    (home / "x.json").write_text(json.dumps({"schema": 3, "hosts": hosts}))
     monkeypatch.setenv("MLXDIST_TUNING_FILE", "~/x.json")
     shown = json.loads(CliRunner().invoke(commands, ["hostfile", "show", "--json", "~/hosts"]).stdout)
     assert shown["hosts"][0]["measured"]["tflops"] == 3.5

@@ -72,7 +72,7 @@ class LinkCosts:
     """The costs of exchanges between the ranks of a group.
 
     Attributes:
-        provider, ranks: as `Group.provider` names it, and how many.
+        provider, ranks, hosts: as `Group.provider` names it, and how many.
         costs: by collective: "all_sum", "all_gather", "sum_scatter", "all_to_all_v".
         plan: seconds that dispatch takes before it sends tokens of the ranks' own.
         measured: False where these are assumptions.
@@ -83,14 +83,18 @@ class LinkCosts:
     costs: dict[str, Cost] = field(hash=False)
     plan: float
     measured: bool = False
+    hosts: int = 1
 
     @classmethod
     def of(cls, *, group: Group) -> LinkCosts:
         """The costs in rank 0's tuning file for such a ``group`` (`mlxdist calibrate`), else :meth:`assumed` ones."""
-        for known in engine_of(group).world.native_group.tuning.expert_links:
+        engine = engine_of(group)
+        shape = group.provider, group.size(), engine.hosts
+        for known in engine.world.native_group.tuning.expert_links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
-            if (known["provider"], known["ranks"]) == (group.provider, group.size()) and len(costs) == len(COLLECTIVES):
-                return cls(group.provider, group.size(), costs, known["plan"], measured=True)
+            if shape == (known["provider"], known["ranks"], known["hosts"]) and len(costs) == len(COLLECTIVES):
+                provider, ranks, hosts = shape
+                return cls(provider, ranks, costs, known["plan"], measured=True, hosts=hosts)
         return cls.assumed(group.provider, group.size())
 
     @classmethod
@@ -289,7 +293,8 @@ def calibrate(*, group: GroupLike | None = None, repeats: int = REPEATS) -> Link
         # Noise may turn the line around; a link faster than memory is no link.
         bandwidth = min((sent_large - sent_small) / max(slow - fast, 1e-9), 1e12)
         costs[name] = Cost(max(fast - sent_small / bandwidth, 1e-7), bandwidth)
-    return LinkCosts(group.provider, group.size(), costs, plan=_plan_seconds(group, repeats), measured=True)
+    plan, hosts = _plan_seconds(group, repeats), engine_of(group).hosts
+    return LinkCosts(group.provider, group.size(), costs, plan, measured=True, hosts=hosts)
 
 
 def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, float]]:

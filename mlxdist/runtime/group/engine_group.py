@@ -68,6 +68,12 @@ class EngineGroup:
         """Whether it is the group of all ranks, which ends the world."""
         return self._connection is self.world.connection
 
+    @property
+    def hosts(self) -> int:
+        """How many hosts its ranks are on."""
+        self.require_open()
+        return 1 if self.native is None else int(lib.mlxdist_group_hosts(self.native))
+
     def mlx_group(self) -> mx.distributed.Group:
         """The group for MLX."""
         group: mx.distributed.Group = self._connection.mlx_group()

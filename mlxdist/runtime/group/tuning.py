@@ -21,16 +21,8 @@ __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "Tuning", "load", "merge"
 
 # In the order of mlxdist_operation and mlxdist_algorithm in mlxdist.h, which both count from 1.
 OPERATIONS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "barrier",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter", "all_to_all",
+)  # fmt: skip
 # Those that the measurement chooses for: the ring of the other two is for links that leave no choice.
 TUNED = tuple(name for name in OPERATIONS if name not in ("gather", "scatter"))
 ALGORITHMS = tuple(name for name in SETTINGS if name != "auto")
@@ -42,16 +34,23 @@ MAX_BYTES = 2**64 - 1  # in a row: however large
 
 @dataclass(frozen=True)
 class Row:
-    """``operation`` on ``ranks`` ranks, with an input of at most ``bytes`` bytes, uses ``algorithm``."""
+    """``operation`` on ``ranks`` ranks of ``hosts`` hosts, with up to ``bytes`` bytes of input, uses ``algorithm``."""
 
     operation: str = validation.checked(validation.one_of(OPERATIONS))
     ranks: int = validation.checked(validation.number(2, MAX_RANKS))
+    hosts: int = validation.checked(validation.number(1, MAX_RANKS))
     bytes: int = validation.checked(validation.number(0, MAX_BYTES))
     algorithm: str = validation.checked(validation.one_of(ALGORITHMS))
 
-    def native(self) -> tuple[int, int, int, int]:
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What rows with several sizes are for."""
+        return self.operation, self.ranks, self.hosts
+
+    def native(self) -> tuple[int, int, int, int, int]:
         """The fields of a ``mlxdist_tuning``, in its order."""
-        return OPERATIONS.index(self.operation) + 1, self.ranks, self.bytes, ALGORITHMS.index(self.algorithm) + 1
+        operation, algorithm = OPERATIONS.index(self.operation) + 1, ALGORITHMS.index(self.algorithm) + 1
+        return operation, self.ranks, self.hosts, self.bytes, algorithm
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Tuning:
     """Sections of the file.
 
     Attributes:
-        expert_links: by provider and number of ranks, as `mlxdist.nn.expert_parallel.LinkCosts` takes them.
+        expert_links: by provider, number of ranks and of hosts, as `mlxdist.nn.expert_parallel.LinkCosts` takes them.
     """
 
     algorithms: list[Row] = field(default_factory=list)
@@ -86,10 +85,10 @@ def read(path: Path) -> Tuning:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows, and those old ones that are for another operation or number of ranks."""
-    measured = {(row.operation, row.ranks) for row in new}
-    kept = [row for row in old if (row.operation, row.ranks) not in measured]
-    return sorted([*kept, *new], key=lambda row: (row.ranks, OPERATIONS.index(row.operation), row.bytes))
+    """The new rows, and those old ones that are for another operation or number of ranks or hosts."""
+    measured = {row.kind for row in new}
+    kept = [row for row in old if row.kind not in measured]
+    return sorted([*kept, *new], key=lambda row: (row.ranks, row.hosts, OPERATIONS.index(row.operation), row.bytes))
 
 
 def sections(tuning: Tuning) -> dict[str, Any]:
@@ -131,15 +130,15 @@ def _check_rows(rows: Any) -> list[Row]:
         raise ValueError(f"it is not a list of at most {MAX_ROWS} rows")
     found = [_row(place, row) for place, row in enumerate(rows, 1)]
     # The first row that fits counts; one that can never be first is a mistake in the table.
-    largest: dict[tuple[str, int], tuple[int, int]] = {}
+    largest: dict[tuple[str, int, int], tuple[int, int]] = {}
     for place, row in enumerate(found, 1):
-        size, before = largest.get((row.operation, row.ranks), (-1, 0))
+        size, before = largest.get(row.kind, (-1, 0))
         if row.bytes <= size:
             raise ValueError(
-                f"row {place} never counts, because row {before} is for {row.operation} on {row.ranks} ranks too, "
-                f"with {size} bytes"
+                f"row {place} never counts, because row {before} is for {row.operation} on {row.ranks} ranks "
+                f"(hosts: {row.hosts}) too, with {size} bytes"
             )
-        largest[row.operation, row.ranks] = row.bytes, place
+        largest[row.kind] = row.bytes, place
     return found
 
 
@@ -147,9 +146,16 @@ def _row(place: int, row: Any) -> Row:
     if not isinstance(row, dict) or row.keys() != Row.__dataclass_fields__.keys():
         raise ValueError(f"row {place} must have the fields {', '.join(Row.__dataclass_fields__)}, and no others")
     try:
-        return validation.build(Row, row)
+        found = validation.build(Row, row)
+        _check_shape(found.ranks, found.hosts)
     except ValueError as error:
         raise ValueError(f"row {place}: {error}") from None
+    return found
+
+
+def _check_shape(ranks: int, hosts: int) -> None:
+    if hosts > ranks:
+        raise ValueError(f"hosts is {hosts}, more than the {ranks} ranks")
 
 
 _POSITIVE = validation.positive(1e15)
@@ -157,13 +163,17 @@ _COST = {"latency": _POSITIVE, "bandwidth": _POSITIVE}
 _LINK = {
     "provider": validation.text(),
     "ranks": validation.number(2, MAX_RANKS),
+    "hosts": validation.number(1, MAX_RANKS),
     "plan": _POSITIVE,
     "costs": validation.map_of(validation.object_of(_COST), 16),
 }
 
 
 def _check_links(links: Any) -> list[dict[str, Any]]:
-    return list(validation.list_of(validation.object_of(_LINK), MAX_LINKS)("expert_links", links))
+    found = validation.list_of(validation.object_of(_LINK), MAX_LINKS)("expert_links", links)
+    for link in found:
+        _check_shape(link["ranks"], link["hosts"])
+    return list(found)
 
 
 def _checked(found: Any) -> Tuning:

@@ -52,8 +52,9 @@ def _check_memory(largest: int, ranks: int) -> None:
         )
 
 
-def choose(results: dict[str, Any], ranks: int) -> list[Row]:
+def choose(results: dict[str, Any]) -> list[Row]:
     """The rows of the table: the fastest algorithm at each size, up to the geometric mean of it and the next size."""
+    ranks, hosts = results["setup"]["ranks"], results["setup"]["host_count"]
     rows: list[Row] = []
     for operation in OPERATIONS:
         measured = [row for row in by_case(results) if _case(row)["operation"] == operation]
@@ -65,7 +66,7 @@ def choose(results: dict[str, Any], ranks: int) -> list[Row]:
             end = MAX_BYTES if following is None else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
             if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, best):
                 rows.pop()
-            rows.append(Row(operation, ranks, end, best))
+            rows.append(Row(operation, ranks, hosts, end, best))
     return rows
 
 
@@ -91,5 +92,5 @@ def show_algorithms(results: dict[str, Any], console: Console, rows: list[Row]) 
         default = next(iter(row.values()))["default"]
         lines.append([case["operation"], tables.size(size) if size else "", *medians, default, best])
     columns = ["operation", "input", *ALGORITHMS, "by default", "in the file"]
-    title = f"{results['setup']['ranks']} ranks; microseconds per operation: median"
+    title = f"{rows[0].ranks} ranks, hosts: {rows[0].hosts}; microseconds per operation: median"
     console.print(table_of(title, columns, lines))

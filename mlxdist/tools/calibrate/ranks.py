@@ -46,8 +46,12 @@ class Links(BenchmarkWorkload):
 class Algorithms(BenchmarkWorkload):
     """Measures algorithms. A case has operation and, except for barrier, bytes."""
 
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        super().__init__(world, parameters)
+        self.summary["host_count"] = engine_of(world).hosts
+
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """A result for each algorithm of the operation, with the default algorithm."""
+        """A result for each algorithm of the operation, with the default algorithm; empty where there is one alone."""
         operation, size, world = case["operation"], case.get("bytes", 0), self.world
         called = None
         if operation != "barrier":
@@ -58,13 +62,13 @@ class Algorithms(BenchmarkWorkload):
         default = world.algorithm(operation, size)
         works = {}
         for algorithm in ALGORITHMS:
-            row = Row(operation, world.size(), MAX_BYTES, algorithm)
+            row = Row(operation, world.size(), self.summary["host_count"], MAX_BYTES, algorithm)
             self._tune([row])
             if world.algorithm(operation, size) != algorithm:
                 continue  # the operation does not have it
             wrong = called.try_once() if called else 0
             works[algorithm] = Work(call, before=partial(self._tune, [row]), wrong=wrong)
-        results = self.time(case, works, means=True)
+        results = self.time(case, works, means=True) if len(works) > 1 else []
         self._tune([])
         return [result | {"default": default} for result in results]
 
@@ -80,4 +84,5 @@ class ExpertLinks(BenchmarkWorkload):
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         link = calibrate(group=self.world)
         costs = {name: vars(cost) for name, cost in link.costs.items()}
-        return [{"provider": link.provider, "ranks": link.ranks, "plan": link.plan, "costs": costs}]
+        shape = {"provider": link.provider, "ranks": link.ranks, "hosts": link.hosts}
+        return [shape | {"plan": link.plan, "costs": costs}]
