@@ -54,7 +54,7 @@ def top(job: str | None, selection: HostSelection, interval: float, once: bool, 
 
     For each rank: the step that the program is at, if it calls mlxdist.set_step, else how many collectives of all ranks
     it has begun; its operation and for how long; what it sends and receives. Ranks that others wait for are stragglers.
-    In a pipe one table is printed, as with --once.
+    A Mac that Low Power Mode or heat slows has a line. In a pipe one table is printed, as with --once.
 
     The exit status is 0 also when the job ends meanwhile, and 1 if at the last refresh a rank did not respond.
     """
@@ -157,4 +157,4 @@ def _print(view: View) -> None:
 
 
 def _print_json(view: View) -> None:
-    click.echo(json.dumps({"time": time.time()} | asdict(view)))
+    click.echo(json.dumps({"time": time.time()} | asdict(view) | {"warnings": view.warnings}))

@@ -51,7 +51,7 @@ struct mlxdist_group {
   int32_t* member_of;       /* of each rank of the world its number here, -1 for others */
   int32_t* ring;            /* the members in the order of the links, NULL if these make no ring */
   bool fully_connected;     /* a link joins every two members */
-  int32_t hosts;    /* on which the members are, how many */
+  int32_t hosts;            /* on which the members are, how many */
   int32_t* by_host; /* the members, host by host; NULL unless two hosts or more have as many, two or more each */
   struct subset everyone, of_host, across_hosts; /* the last: one of each host, all at the same place there */
   atomic_bool usable;                            /* this rank is connected to all of them */

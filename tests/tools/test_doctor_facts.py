@@ -8,34 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from pmset import COOL, HOT, SYNTHETIC_PMSET
 from waiting import seconds_of
 
-from mlxdist.cluster.facts import interfaces, system
+from mlxdist.cluster.facts import interfaces, power, system
 from mlxdist.cluster.facts.collect import HostFacts
 from mlxdist.launch.jobs import JobDirectory
 from mlxdist.tools.doctor import facts, files, network
 from mlxdist.tools.doctor.probe_rank import rounds
 
 # Written by hand after descriptions of what these commands print; no Mac was asked.
-SYNTHETIC_PMSET = """System-wide power settings:
- SleepDisabled		0
-Currently in use:
- standby              0
- Sleep On Power Button 1
- disksleep            10
- sleep                1 (sleep prevented by powerd, coreaudiod)
- displaysleep         10
-"""
-# `pmset -g therm` of an M1 Pro (exelban/stats#749), and of a Mac under load (yujitach/MenuMeters#158).
-COOL = """Note: No thermal warning level has been recorded
-Note: No performance warning level has been recorded
-Note: No CPU power status has been recorded
-"""
-HOT = """2020-06-26 12:30:37 +0200 CPU Power notify
-\tCPU_Scheduler_Limit \t= 40
-\tCPU_Available_CPUs \t= 8
-\tCPU_Speed_Limit \t= 28
-"""
 SYNTHETIC_VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                               100000.
 Pages active:                             900000.
@@ -55,14 +37,14 @@ SYNTHETIC_PORTS = {"Ethernet": "en0", "Wi-Fi": "en1", "Thunderbolt 2": "en5", "T
 
 
 def test_what_macos_prints():
-    assert system.power_settings(SYNTHETIC_PMSET)["sleep"] == 1
-    assert system.power_settings(SYNTHETIC_PMSET)["SleepDisabled"] == 0
-    assert system.speed_limit(HOT) == 28 and system.speed_limit(COOL) == 100
+    assert power.power_settings(SYNTHETIC_PMSET)["sleep"] == 1
+    assert power.power_settings(SYNTHETIC_PMSET)["SleepDisabled"] == 0
+    assert power.speed_limit(HOT) == 28 and power.speed_limit(COOL) == 100
     assert system.vm_statistics(SYNTHETIC_VM_STAT) == 151_500 * 16384
     assert facts.kernel_objects("AppleThunderboltRDMAProtectionDomain = 3\n") == 3
     assert interfaces.default_interface(SYNTHETIC_ROUTE) == "en5"
     for text in ("", "garbage", "\0" * 100):
-        assert system.power_settings(text) == {} and system.speed_limit(text) == 100
+        assert power.power_settings(text) == {} and power.speed_limit(text) == 100
         assert system.vm_statistics(text) is None
         assert (
             facts.kernel_objects(text) is None

@@ -73,6 +73,7 @@ def record(rank, *operations, size=4, **fields):
         "step": None,
         "total_steps": None,
         "bubble": None,
+        "power": None,
         "computed": [],
         "bytes_sent": 0,
         "bytes_received": 0,

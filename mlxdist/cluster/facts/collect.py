@@ -16,6 +16,7 @@ from mlxdist.base.errors import InvalidArgument
 from ..ssh.ssh import CommandResult, SshConfig, agent_advice, run, run_everywhere
 from . import interfaces, system
 from .interfaces import Interface, Service
+from .power import power_settings, speed_limit
 from .system import Memory
 from .thunderbolt import Receptacle, read_receptacles
 
@@ -225,7 +226,7 @@ def _mac(output: _Output) -> dict[str, Any]:
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
         "memory": system.macos_memory(output["memory"], sysctl),
-        "power": {"pmset": system.power_settings(output["power"]), "speed": system.speed_limit(output["heat"])},
+        "power": {"pmset": power_settings(output["power"]), "speed": speed_limit(output["heat"])},
         "rdma_ctl": system.rdma_ctl_state(output["rdma_ctl"]),
         "rdma": {interface: device for device, interface in devices},
         "receptacles": receptacles,

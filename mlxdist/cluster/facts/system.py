@@ -1,4 +1,4 @@
-"""Version, memory, power and limits of a system, from what its commands and files print."""
+"""Version, memory and limits of a system, from what its commands and files print."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,8 @@ __all__ = [
     "lockable_memory",
     "macos_memory",
     "macos_version",
-    "power_settings",
     "rdma_ctl_state",
     "settings",
-    "speed_limit",
     "vm_statistics",
 ]
 
@@ -83,17 +81,6 @@ def lockable_memory(limit: str, capabilities: str) -> int | None:
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", capabilities, re.MULTILINE)
     is_exempt = bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
     return int(limit) << 10 if limit.isdecimal() and not is_exempt else None
-
-
-def power_settings(text: str) -> dict[str, int]:
-    """The settings in the output of `pmset -g`: {"sleep": 1, "SleepDisabled": 0}, with times in minutes."""
-    return {name: int(value) for name, value in re.findall(r"^\s*(\w+)\s+(\d+)\b", text, re.MULTILINE)}
-
-
-def speed_limit(text: str) -> int:
-    """Percent of the full speed that heat leaves, by `pmset -g therm`: 100 where nothing has been recorded."""
-    found = re.search(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*$", text, re.MULTILINE)
-    return int(found[1]) if found else 100
 
 
 def rdma_ctl_state(text: str) -> str | None:

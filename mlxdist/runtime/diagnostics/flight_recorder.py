@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .flight_records import (
     rank_directory,
     record_file_name,
 )
+from .power import PowerWatch
 from .step import current_computing, current_step
 
 __all__ = ["Recorder", "explain"]
@@ -71,6 +73,7 @@ class Recorder:
         self._environment = environment
         self._host = host
         self._native: Any = native  # None once it is closed
+        self._power = PowerWatch()
         # Where the program is started, wherever it changes its directory to.
         self._directory = None if environment.flight_dir == "none" else Path(environment.flight_dir or "").absolute()
         self.renew_locks()
@@ -208,6 +211,7 @@ class Recorder:
             "computed": []
             if computing is None or is_status
             else [list(span) for span in computing.spans[:MAX_OPERATIONS]],
+            "power": asdict(power) if is_status and (power := self._power.last()) else None,
             "bytes_sent": sent,
             "bytes_received": received,
             "groups": groups,

@@ -23,6 +23,7 @@ from mlxdist.base.validation import (
     share,
     text,
 )
+from mlxdist.cluster.facts.power import Power
 
 from .step import Computed
 
@@ -131,6 +132,7 @@ class FlightRecord:
     # Of the last step of a stage of a pipeline: the share of the time in which it has computed nothing, and its spans.
     bubble: float | None = checked(or_null(share))
     computed: tuple[Computed, ...] = checked(list_of(_computed, MAX_OPERATIONS))
+    power: Power | None = checked(or_null(object_of(Power)))  # of a Mac, in a status
     bytes_sent: int = checked(_ANY)  # since the beginning
     bytes_received: int = checked(_ANY)
     # The members, ranks of the world, of every group that still exists.

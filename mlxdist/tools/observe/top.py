@@ -1,7 +1,8 @@
 """Analyzes the flight records of a job repeatedly, for `mlxdist top`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from mlxdist.cluster.facts.power import Power
 from mlxdist.runtime.diagnostics.flight_records import FlightRecord
 
 from .collect import JobRanks
@@ -25,6 +26,13 @@ class View:
     findings: list[str]
     notes: list[str]
     ended: bool
+    power: dict[str, Power] = field(default_factory=dict)  # of each Mac, by its name
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on Macs that are slower than they could be."""
+        found = [(host, problem) for host, power in self.power.items() for problem in power.problems()]
+        return [f"{host}: {problem.text}; {problem.remedy}" for host, problem in found if problem.slows]
 
 
 class Watch:
@@ -43,4 +51,5 @@ class Watch:
             states = [replace(state, is_straggler=False) for state in states]
             findings = findings if any(state.error for state in states) else []
         self._last |= found.records
-        return View(self._ranks.job, states, findings, found.notes, found.ended)
+        power = {record.host: record.power for record in found.records.values() if record.power is not None}
+        return View(self._ranks.job, states, findings, found.notes, found.ended, power)

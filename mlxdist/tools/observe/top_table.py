@@ -51,7 +51,7 @@ def _height(rows: list[RankState], console: Console, options: ConsoleOptions) ->
 
 def _head(view: View) -> list[Text]:
     first = f"job {view.job}, {len(view.ranks)} ranks, {time.strftime('%H:%M:%S')}"
-    return [Text(line) for line in (first, *view.findings, *view.notes)]
+    return [Text(line) for line in (first, *view.findings, *view.warnings, *view.notes)]
 
 
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:

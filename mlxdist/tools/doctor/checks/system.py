@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mlxdist.cluster.facts.power import Power
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
 
@@ -174,16 +175,10 @@ def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     if not mac:
         yield skip(host.name, "pmset says nothing of its power")
         return
-    problems = []
-    # Macs that have High Power Mode print powermode, in place of lowpowermode: 0 automatic, 1 low, 2 high.
-    if mode := next((name for name in ("lowpowermode", "powermode") if mac.get(name) == 1), ""):
-        problems.append(warn(host.name, "Low Power Mode is on, which slows the GPU", f"sudo pmset -a {mode} 0"))
-    if speed < 100:
-        what = f"heat leaves {speed} % of its speed (pmset -g therm)"
-        problems.append(warn(host.name, what, "let it cool, and give it air; results are not comparable until then"))
-    if mac.get("displaysleep") == 0:
-        what = "its display never sleeps: macOS ends long GPU work while one is on (Impacting Interactivity)"
-        problems.append(note(host.name, what, "sudo pmset -a displaysleep 10, or no display"))
+    problems = [
+        (warn if problem.slows else note)(host.name, problem.text, problem.remedy)
+        for problem in Power.of(mac, speed).problems()
+    ]
     yield from problems or [ok(host.name, "full power, no heat, and its display may sleep")]
 
 
