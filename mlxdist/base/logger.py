@@ -9,7 +9,6 @@ may go to the same file. A line looks like this:
 import contextlib
 import os
 import re
-import socket
 import sys
 import time
 
@@ -70,7 +69,7 @@ def open_output(environment: Environment) -> int:
 def file_of(environment: Environment) -> str:
     """The file that MLXDIST_DEBUG_FILE means for this process; "" for stderr."""
     path = environment.debug_file or ""
-    host = socket.gethostname().partition(".")[0]
+    host = environment.host_name.partition(".")[0]
     values = {"h": host, "p": str(os.getpid()), "r": str(environment.rank), "%": "%"}
     return re.sub("%(.)", lambda match: values[match[1]], path)
 

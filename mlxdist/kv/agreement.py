@@ -1,11 +1,10 @@
 """Senders and receivers agree here before an array is sent: what one of them rejects is the same error on all."""
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..base.errors import InvalidArgument, Mismatch, located
-from ..runtime.group.group import Group
+from ..base.errors import InvalidArgument, Mismatch
+from ..runtime.group.group import Group, engine_of
 from .messages import INVALID, recv_json, send_json
 
 __all__ = ["answer", "attempt", "no_cache", "propose"]
@@ -84,7 +83,7 @@ def _problem(refusal: Exception | None, group: Group) -> list[str] | None:
     if refusal is None:
         return None
     kind = "Mismatch" if isinstance(refusal, Mismatch) else "InvalidArgument"
-    return [kind, located(str(refusal) or type(refusal).__name__, group.rank(), socket.gethostname())]
+    return [kind, engine_of(group).located(str(refusal) or type(refusal).__name__)]
 
 
 def _raise(problem: Any, refusal: Exception | None) -> None:

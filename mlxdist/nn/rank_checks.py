@@ -1,6 +1,5 @@
 """Checks that the ranks agree before a payload moves: one small message, and the same error on all of them."""
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -10,8 +9,8 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlxdist.base.errors import InvalidArgument, Mismatch, located
-from mlxdist.runtime.group.group import Group
+from mlxdist.base.errors import InvalidArgument, Mismatch
+from mlxdist.runtime.group.group import Group, engine_of
 from mlxdist.runtime.operations.collectives import all_gather
 
 __all__ = ["agree", "agreed", "described", "on_host", "texts"]
@@ -49,7 +48,7 @@ def agree(
     if kinds.any():
         text = _shortened(str(problem or ""), _TEXT_BYTES)
         if kind == 1:
-            text = located(text, group.rank(), socket.gethostname())
+            text = engine_of(group).located(text)
         first = int(np.argmax(kinds > 0))
         raise (Mismatch if kinds[first] == 2 else InvalidArgument)(texts(text, group)[first])
     if (digests != digests[0]).any():

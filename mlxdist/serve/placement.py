@@ -1,7 +1,6 @@
 """Which rank holds which shard of the model: given by the operator, or planned by rank 0, which sends the plans."""
 
 import json
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from mlxdist.nn.models.load.weight_sources import open_model
 from mlxdist.nn.models.plan import Plan, plan_shards
 from mlxdist.nn.pipeline_parallel import StagePlan, plan_stages
 from mlxdist.nn.rank_checks import agreed, texts
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, engine_of
 
 from .log import say
 
@@ -105,7 +104,7 @@ def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
 
 def show(placement: ModelPlacement, report: LoadReport, group: Group) -> None:
     """Prints on rank 0 which rank holds which shard. Collective: one all_gather."""
-    rows = texts(f"{socket.gethostname()}\n{report.bytes_held}\n{report.seconds:.1f}", group)
+    rows = texts(f"{engine_of(group).world.host}\n{report.bytes_held}\n{report.seconds:.1f}", group)
     if group.rank() != 0:
         return
     say(f"{size(report.bytes_total)} of weights, {placement.describe()}")

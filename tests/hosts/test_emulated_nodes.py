@@ -42,6 +42,54 @@ def test_a_virtual_host_is_named_in_errors():
     assert b"Aborted: rank 1 on node1 aborted the group: ValueError: mine" in job.stderr, job.stderr
 
 
+# Rank 1 refuses; all ranks print the error that they get.
+REFUSED = """
+import sys, mlxdist
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.kv.agreement import answer, propose
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.train.checkpoint.ranks import together
+group = mlxdist.init()
+
+def refuse():
+    if rank == 1: raise InvalidArgument('mine')
+
+def of_nn():
+    with agreed("model", group): refuse()
+
+def of_kv():
+    refusal = InvalidArgument('mine') if rank == 1 else None
+    propose({}, refusal, [0], group) if rank == 1 else answer(list, refusal, [1], group)
+
+for name, call in dict(nn=of_nn, train=lambda: together(refuse, group), kv=of_kv).items():
+    try: call()
+    except InvalidArgument as error: print(f"{name}: {error}", flush=True)
+"""
+
+
+def test_a_virtual_host_is_named_in_what_ranks_agree_on():
+    job = python(2, REFUSED, options=["--emulate-nodes", "2"])
+    assert job.returncode == 0, job.stderr
+    lines = sorted(job.stdout.decode().splitlines())
+    found = [f"{name}: mine [rank 1 on node1]" for name in ("kv", "nn", "train")]
+    assert lines == [f"[{rank} node{rank}] {line}" for rank in range(2) for line in found]
+
+
+def test_a_virtual_host_is_named_in_files(tmp_path):
+    """The lock of checkpoints names the process that has it; %h is in the name of a file of debug output."""
+    program = (
+        "import pathlib, mlxdist\nfrom mlxdist.train.checkpoint.directory import Lock\n"
+        f"directory = pathlib.Path({str(tmp_path)!r}, str(rank))\n"
+        "lock = Lock(directory, 'run')\nmlxdist.init()\n"
+        "print(*(directory / 'lock').read_text().split()[4:], flush=True)"
+    )
+    options = ["--emulate-nodes", "2", "--env", "MLXDIST_DEBUG=info", "--env", f"MLXDIST_DEBUG_FILE={tmp_path}/%h"]
+    job = python(2, program, options=options)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.decode().splitlines()) == ["[0 node0] on node0", "[1 node1] on node1"]
+    assert sorted(path.name for path in tmp_path.glob("node*")) == ["node0", "node1"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "words"),
     [

@@ -74,6 +74,10 @@ class EngineGroup:
         self.require_open()
         return 1 if self.native is None else int(lib.mlxdist_group_hosts(self.native))
 
+    def located(self, text: str) -> str:
+        """``text`` with this rank and its host appended, for other ranks: the error of this one."""
+        return errors.located(text, self.rank, self.world.host)
+
     def mlx_group(self) -> mx.distributed.Group:
         """The group for MLX."""
         group: mx.distributed.Group = self._connection.mlx_group()

@@ -16,12 +16,12 @@ import errno
 import fcntl
 import os
 import re
-import socket
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.runtime.group.default_group import current_run
 from mlxdist.runtime.group.group import Group
@@ -142,7 +142,7 @@ class Lock:
             except OSError as error:
                 raise ResourceError(f"Checkpoints: {path} cannot be written: {error.strerror}") from None
             self._file.truncate(0)
-            self._file.write(f"run {run}, process {os.getpid()} on {socket.gethostname()}\n".encode())
+            self._file.write(f"run {run}, process {os.getpid()} on {Environment.read().host_name}\n".encode())
 
     @property
     def is_there(self) -> bool:

@@ -1,14 +1,13 @@
 """Exchanges values between ranks for a checkpoint, from any thread: by collectives of NumPy arrays."""
 
 import json
-import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mlxdist.base.errors import Error, by_name, located
+from mlxdist.base.errors import Error, by_name
 from mlxdist.base.json_reader import parse_json
 from mlxdist.nn.models.load.blobs import gather_blobs
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.group import Group, engine_of
 
 __all__ = ["each", "gather", "together"]
 
@@ -36,7 +35,7 @@ def together(function: Callable[[], Any], group: Group) -> list[Any]:
     except Exception as error:  # the other ranks wait for it
         failure = error
     if group.size() > 1:
-        text = "" if failure is None else located(str(failure), group.rank(), socket.gethostname())
+        text = "" if failure is None else engine_of(group).located(str(failure))
         kind = None if failure is None else type(failure).__name__
         results = gather([kind, text, result], group)
         first = next((rank for rank, (kind, _, _) in enumerate(results) if kind is not None), None)
