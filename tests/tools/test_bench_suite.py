@@ -19,7 +19,8 @@ from mlxdist.tools.bench.compare import compared
 from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS, limit_cells
 from mlxdist.tools.bench.operations import Inputs
 from mlxdist.tools.bench.results import failed, load, notes
-from mlxdist.tools.bench.suite import MEASURED, Suite, Way, collective, exactly, plan
+from mlxdist.tools.bench.suite import MEASURED, Suite, plan
+from mlxdist.tools.bench.suite_ways import Way, collective, exactly
 from mlxdist.tools.bench.timing import CORES
 from mlxdist.tools.bench.workload import OURS
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import mlx.core as mx
-import numpy as np
 from rich.console import Console
 
 import mlxdist
@@ -25,17 +22,18 @@ from mlxdist.runtime.group.group import engine_of
 from . import hockney
 from .bandwidth import IN_PLACE, READ_ONLY, bandwidths, least_copies
 from .benchmark import Benchmark
-from .ep import SHAPES, make_block, route, shard_as_mlx_lm
 from .machine import describe_command
 from .mlx_groups import mlx_group
-from .operations import CASES, SAME_AS, TOLERANCE, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
+from .operations import SAME_AS, Inputs, storage
 from .results import Comparison, Results, hosts_of, table_of
 from .runner import ONE_THREAD, Runner, has_mpirun
 from .sizes import SIZES, check_sizes, multiples_of, names_of, size_range, sized_cases
+from .suite_layers import EXPERTS, Layer, ep_pipeline, ep_transport, tp_layer
+from .suite_ways import Absent, Way, collective, sendrecv
 from .timing import Work, exchange
 from .workload import OURS, BenchmarkWorkload
 
-__all__ = ["MEASURED", "Suite", "Way", "collective", "exactly", "plan", "suite"]
+__all__ = ["MEASURED", "Suite", "plan", "suite"]
 
 BACKENDS = (OURS, "ring", "mpi", "jaccl")
 # Variables that choose what joins two ranks, whatever else is there.
@@ -65,18 +63,9 @@ QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 COPY_UP_TO = 64 << 20  # bytes; more is copied no faster
-NO_ALL_TO_ALL = "mx.distributed has no all_to_all"
-EXPERTS = {"ep_transport": SHAPES["qwen3.5-moe"], "ep_pipeline": SHAPES["mixtral"].scaled(None)}
 EXPERT_TOKENS = [16, 32, 64, 128, 256, 512]
 LAYER_TOKENS = {"tp_decode": 1, "tp_prefill": 32}
 MEASURED = (*SIZED, BARRIER, *EXPERTS, *LAYER_TOKENS)
-# A decoder layer whose heads can be divided among this many ranks, see tp_layers.py.
-HIDDEN = {2: 1024, 4: 512}
-QUICK_HIDDEN = {2: 256, 4: 512}
-CACHED = 128
-
-# Backends of MLX that can send in one thread and receive in another; MPI has been started without threads.
-BOTH_WAYS = ("ring",)
 
 
 class Suite(BenchmarkWorkload):
@@ -195,214 +184,6 @@ def _made(names: list[str], make: Callable[[str], Any], world: mlxdist.Group) ->
             made.pop(name, None)
             absent[name] = problem
     return made, absent
-
-
-# Operations by mlxdist and by MLX's own backends, each with its data and its check.
-
-
-class Absent(Exception):
-    """A backend does not have an operation; the text says why."""
-
-
-class Way:
-    """A case by one backend.
-
-    Args:
-        start: builds the graph. Returns the result, then further arrays to evaluate, which are not timed; nothing on a
-            rank that takes no part.
-        check: counts the wrong elements of a result.
-    """
-
-    def __init__(self, start: Callable[[], Sequence[mx.array]], check: Callable[[mx.array], int]) -> None:
-        self._start, self._check = start, check
-        self._outputs: Sequence[mx.array] = ()
-        self.wrong = 0
-
-    def call(self) -> None:
-        """Runs the timed part: builds the graph, and waits for the result."""
-        self._outputs = self._start()
-        if len(self._outputs) > 1:
-            mx.async_eval(self._outputs[1:])
-        mx.eval(self._outputs[:1])
-
-    def after(self) -> None:
-        """Runs the part that is not timed: waits for the other arrays, and checks the result."""
-        mx.eval(self._outputs)
-        if self._outputs:
-            self.wrong += self._check(self._outputs[0])
-        self._outputs = ()
-
-    def work(self, copies: float) -> Work:
-        return Work(self.call, after=self.after, wrong=lambda: self.wrong, copies=copies)
-
-
-def exactly(expected: np.ndarray, result: mx.array) -> int:
-    """Counts the elements that differ in any bit from the expected ones."""
-    return count_wrong(from_mlx(result), expected)
-
-
-def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
-    """Returns the way to run a collective by a backend. ``group``: the backend's group; not used for mlxdist.
-
-    Raises:
-        Absent: MLX has no such operation.
-    """
-    name = SAME_AS.get(operation, operation)
-    case = CASES[name]
-    x = to_mlx(case.given(data, world.rank()), data.dtype)
-    mx.eval(x)
-    if backend == OURS:
-        function = partial(case.call, x, group=world)
-    elif hasattr(mx.distributed, name):
-        function = partial(getattr(mx.distributed, name), x, group=group)
-    else:
-        raise Absent(f"mx.distributed has no {operation}")
-    return Way(lambda: [function()], partial(exactly, case.expected(data, world.rank())))
-
-
-def sendrecv(data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
-    """Returns the way to exchange messages between ranks 0 and 1, 2 and 3 and so on, both directions at once.
-
-    Raises:
-        Absent: the backend cannot send and receive at the same time.
-    """
-    partner = world.rank() ^ 1
-    if backend != OURS and backend not in BOTH_WAYS:
-        raise Absent(f"MLX's {backend} cannot send and receive at the same time")
-    if partner >= world.size():
-        return Way(list, lambda result: 0)
-    x = to_mlx(data[world.rank()], data.dtype)
-    mx.eval(x)
-    if backend == OURS:
-
-        def start() -> list[mx.array]:
-            return [mlxdist.sendrecv(x, partner, partner, group=world)]
-
-    else:
-        # Two streams, or each would wait for the other's receive before it begins its own.
-        receiving, sending = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
-
-        def start() -> list[mx.array]:
-            received = mx.distributed.recv_like(x, partner, group=group, stream=receiving)
-            return [received, mx.distributed.send(x, partner, group=group, stream=sending)]
-
-    return Way(start, partial(exactly, data[partner]))
-
-
-# Layers: expert and tensor parallelism, by mlxdist and as mlx-lm does it on MLX.
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A case by all backends that have it.
-
-    Attributes:
-        read: the least bytes of weights or rows that the busiest rank must read.
-    """
-
-    ways: dict[str, Way]
-    absent: dict[str, str]
-    described: str
-    read: int
-
-
-def ep_transport(tokens: int, hidden: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]) -> Layer:
-    """Rows to the owners of their experts and back, weighted and added up, with nothing computed in between."""
-    from mlxdist.nn.expert_parallel import Placement, combine, dispatch
-
-    experts, top_k = EXPERTS["ep_transport"].num_experts, EXPERTS["ep_transport"].num_experts_per_tok
-    data = Inputs("float16", tokens * hidden, world.size())
-    mine = data[world.rank()].reshape(tokens, hidden)
-    x, placement = to_mlx(mine, "float16"), Placement(experts, world.size())
-    selected = np.argsort(np.random.default_rng(world.rank()).random((tokens, experts)), axis=1)[:, :top_k]
-    indices = mx.array(selected.astype(np.int32))
-    scores = mx.full((tokens, top_k), 1 / top_k)  # a power of 2: the sums are exact
-    mx.eval(x, indices, scores)
-
-    def start() -> list[mx.array]:
-        received, _, handle = dispatch(x, indices, placement, group=world)
-        return [combine(received, handle, scores)]
-
-    away = [int((placement.owners[selected] == rank).any(axis=1).sum()) for rank in range(world.size())]
-    away[world.rank()] = 0
-    read = int(mlxdist.all_max(np.array([2 * sum(away) * hidden * 2], np.int64), group=world)[0])
-    described = f"tokens of each rank, top {top_k} of {experts}"
-    ways = {OURS: Way(start, partial(exactly, mine))} if OURS in groups else {}
-    return Layer(ways, dict.fromkeys(groups.keys() - {OURS}, NO_ALL_TO_ALL), described, read)
-
-
-def ep_pipeline(
-    tokens: int, hidden: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str
-) -> Layer:
-    """Router, dispatch, experts, combine: ``tokens`` of each rank; on MLX's backends mlx-lm's sharding, on all tokens.
-
-    Raises:
-        Absent: there is no mlx-lm.
-    """
-    _require_mlx_lm()
-    from mlxdist.nn.expert_parallel import ExpertParallelSwitchGLU
-
-    shape, ranks, rank = replace(EXPERTS["ep_pipeline"], hidden_size=hidden), world.size(), world.rank()
-    mx.random.seed(0)
-    full = make_block(shape, dtype)
-    x = mx.random.normal((tokens * ranks, shape.hidden_size), key=mx.random.key(tokens)).astype(getattr(mx, dtype))
-    expected = full(x)
-    mine = slice(tokens * rank, tokens * (rank + 1))
-    part = x[mine]
-    mx.eval(x, part, expected)
-    ways, absent = {}, {}
-    for name, group in groups.items():
-        if name == OURS:
-            experts = ExpertParallelSwitchGLU.from_switch(
-                full.switch_mlp, group=world, mode="dispatch", tokens="sharded"
-            )
-            mx.eval(experts.parameters())
-            start = partial(_listed, lambda: experts(part, *route(full, part)))
-            ways[name] = Way(start, partial(count_off, expected[mine], TOLERANCE[dtype]))
-            continue
-        try:
-            block = shard_as_mlx_lm(full, shape, group)
-        except ValueError as error:
-            absent[name] = f"mlx-lm cannot shard it: {error}"
-            continue
-        ways[name] = Way(partial(_listed, partial(block, x)), partial(count_off, expected, TOLERANCE[dtype]))
-    each = 3 * shape.hidden_size * shape.moe_intermediate_size * x.itemsize
-    read = len(np.unique(np.array(route(full, x)[0]))) * each // ranks
-    return Layer(ways, absent, f"tokens of each rank, {shape.described}", read)
-
-
-def tp_layer(
-    phase: str, tokens: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group], dtype: str, quick: bool
-) -> Layer:
-    """A decoder layer: SplitBlock by mlxdist, mlx-lm's sharded layer on MLX's backends.
-
-    Raises:
-        Absent: there is no mlx-lm, or no size for this many ranks.
-    """
-    _require_mlx_lm()
-    from .models import make_model
-    from .tp_layers import variants
-
-    hidden = (QUICK_HIDDEN if quick else HIDDEN).get(world.size())
-    if hidden is None:
-        raise Absent(f"its heads cannot be divided among {world.size()} ranks, only among 2 or 4")
-    cached = CACHED if phase == "decode" else 0
-    model = make_model("mixtral", hidden, getattr(mx, dtype))
-    calls, expected, weights = variants(model, tokens, cached, world, {n: g for n, g in groups.items() if n != OURS})
-    names = {name: "lazy" if name == OURS else name for name in groups}
-    check = partial(count_off, expected, TOLERANCE[dtype])
-    ways = {name: Way(partial(_listed, calls[known]), check) for name, known in names.items()}
-    length = f"{cached} in the cache" if cached else f"{tokens} tokens"
-    return Layer(ways, {}, f"Mixtral's layer, hidden {hidden}, {length}", weights)
-
-
-def _require_mlx_lm() -> None:
-    if importlib.util.find_spec("mlx_lm") is None:
-        raise Absent("this needs mlx-lm: pip install 'mlxdist[lm]'")
-
-
-def _listed(call: Any) -> list[mx.array]:
-    return [call()]
 
 
 # The command.
