@@ -56,10 +56,11 @@ static int32_t list_host(const mlxdist_group *group, int32_t member, int32_t *li
 }
 
 static int32_t count_hosts(const mlxdist_group *group) {
-  int32_t list[MLXDIST_MAX_RANKS], hosts = 0;
+  int32_t hosts = 0;
   for (int32_t member = 0; member < group->size; member++) {
-    list_host(group, member, list);
-    hosts += list[0] == member;
+    int32_t first = 0; /* of its host */
+    while (host_of(group, first) != host_of(group, member)) first++;
+    hosts += first == member;
   }
   return hosts;
 }
