@@ -474,6 +474,28 @@ def test_two_hosts(tuned, tmp_path):
 
 
 @pytest.mark.long
+def test_algorithms_between_two_hosts(tuned, tmp_path):
+    """The hierarchy is measured, too; rows and exchanges are of four ranks on two hosts."""
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    with ssh_hosts(directory) as nodes:
+        file = hostfile_of(tmp_path, *(Host(name, ips=(h.address,)) for name, h in zip(nodes.names, nodes.hosts)))
+        words = ["--only", "algorithms,experts", "-n", "2", "--max", "1KiB", "--repeats", "3", "--force", "--json"]
+        job = mlxdist_command(
+            "calibrate", "--hostfile", file, "--ssh", nodes.ssh, *words, before=nodes.command(), timeout=240
+        )
+    assert job.returncode == 0, job.stderr
+    variants = {
+        next(iter(row.values()))["case"]["operation"]: set(row) for row in by_case(json.loads(job.stdout)["algorithms"])
+    }
+    hierarchical = {name for name, measured in variants.items() if "hierarchical" in measured}
+    assert hierarchical == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    saved = tuning.read(tuned)
+    assert {(row.ranks, row.hosts) for row in saved.algorithms} == {(4, 2)}
+    assert [(link["ranks"], link["hosts"]) for link in saved.expert_links] == [(4, 2)]
+
+
+@pytest.mark.long
 def test_a_model_is_loaded_in_measured_shares(run_ranks, tmp_path):
     """And computes the same logits as the whole one."""
     model = tiny_models.build("qwen3")
