@@ -81,7 +81,7 @@ void hierarchical_all_gather(struct operation *operation, const struct chunks *c
   }
 }
 
-/* Where chunks for `host`, or from it, lie in scratch: one for each place, host by host. */
+/* The chunks for `host`, or from it, in scratch: one for each place there. */
 static inline char *chunks_of_host(const mlxdist_group *group, char *scratch, uint64_t bytes, int32_t host) {
   return scratch + bytes * (uint64_t)(host * group->of_host.size);
 }

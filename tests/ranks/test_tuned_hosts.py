@@ -15,7 +15,7 @@ TABLE = [
 ]
 
 
-def told(run_ranks, tmp_path, hosts):
+def printed(run_ranks, tmp_path, hosts):
     """The lines that rank 0 prints, by their first words."""
     path = tmp_path / "tuning.json"
     tuning_file.update(path, tuning.sections(tuning.Tuning(TABLE)))
@@ -25,7 +25,7 @@ def told(run_ranks, tmp_path, hosts):
 
 def test_two_hosts(run_ranks, tmp_path):
     """A group of ranks of one host has the rows of one; the tuner measures the hierarchy where there is one."""
-    found = told(run_ranks, tmp_path, "0011")
+    found = printed(run_ranks, tmp_path, "0011")
     assert found["decided"] == " mesh ring tree"
     assert found["all_reduce"] == f" {SUMS} hierarchical" and found["all_gather"] == " direct ring hierarchical"
     assert found["all_to_all"] == " direct hierarchical"
@@ -35,7 +35,7 @@ def test_two_hosts(run_ranks, tmp_path):
 @pytest.mark.long
 def test_one_host(run_ranks, tmp_path):
     """An operation with one algorithm there has no row."""
-    found = told(run_ranks, tmp_path, "0000")
+    found = printed(run_ranks, tmp_path, "0000")
     assert found["decided"] == " recursive_doubling recursive_doubling none"
     assert found["all_reduce"] == f" {SUMS}" and found["all_to_all"] == ""
     assert found["rows"] == " all_gather all_reduce barrier (4, 1)"
@@ -44,6 +44,6 @@ def test_one_host(run_ranks, tmp_path):
 @pytest.mark.long
 def test_uneven_hosts(run_ranks, tmp_path):
     """Two hosts, and no hierarchy; no row is for three ranks."""
-    found = told(run_ranks, tmp_path, "0001")
+    found = printed(run_ranks, tmp_path, "0001")
     assert found["decided"] == " mesh direct tree" and found["all_reduce"] == f" {SUMS}"
     assert found["rows"] == " all_gather all_reduce barrier (4, 2)"

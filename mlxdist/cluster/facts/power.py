@@ -34,6 +34,8 @@ class PowerProblem:
 
 @dataclass(frozen=True)
 class Power:
+    """Settings and state of a Mac that decide how fast its GPU works, and whether macOS ends that work."""
+
     low_power: str | None = checked(or_null(one_of(_LOW_POWER)))  # the setting that has Low Power Mode on
     speed: int = checked(number(0, 999))  # percent that heat leaves
     display_sleep: int | None = checked(or_null(number(0, 2**63)))  # in minutes, 0: never

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """What rows with several sizes are for."""
+        """Operation, ranks and hosts: the first row of a kind that fits the size counts."""
         return self.operation, self.ranks, self.hosts
 
     def native(self) -> tuple[int, int, int, int, int]:
