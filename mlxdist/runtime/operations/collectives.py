@@ -41,7 +41,7 @@ import numpy as np
 
 from mlxdist.base import errors
 
-from ..group.group import GroupLike
+from ..group.group import Group, GroupLike
 from ..label import current_path, next_label
 from ..native import bridge, lib
 from . import eager
@@ -72,7 +72,6 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 
 _REDUCTIONS = {"sum": lib.MLXDIST_SUM, "max": lib.MLXDIST_MAX, "min": lib.MLXDIST_MIN, "prod": lib.MLXDIST_PROD}
 _SUM = _REDUCTIONS["sum"]
-_GROUP = frozenset(["group"])
 
 
 @operation
@@ -81,9 +80,10 @@ def all_sum(x: Array, **options: Unpack[Options]) -> Array:
 
     float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    # What most calls need, and half of what a small sum costs: MLX's own operation, with nothing to check but the group.
-    if type(x) is mx.array and options.keys() <= _GROUP and current_path() is None:
-        return mx.distributed.all_sum(x, group=group_of(options.get("group")).mlx)
+    # Most calls: MLX's own operation with nothing to check but the group. The rest of this is half of a small sum.
+    group = options.get("group")
+    if type(group) is Group and len(options) == 1 and type(x) is mx.array and current_path() is None:
+        return mx.distributed.all_sum(x, group=group.mlx)
     return _all_reduce("all_sum", x, _SUM, options)
 
 

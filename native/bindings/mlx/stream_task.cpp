@@ -10,22 +10,15 @@
 
 namespace mlxdist {
 
-/* All, in the order in which they were made, and so in that of their streams. Linked by themselves: every operation
+/* All that have their place, in that order, and so in that of their streams. Linked by themselves: every operation
  * makes one. Never destroyed: MLX's threads outlive the statics. */
 static auto& tasks_mutex = *new std::mutex;
 static StreamTask* first_task;
 static StreamTask* last_task;
 
-StreamTask::StreamTask(mlx::core::Stream stream, int group, int to, int from)
-    : stream_(stream.index), group_(group), to_(to), from_(from) {
-  std::lock_guard lock(tasks_mutex);
-  previous_ = last_task;
-  (last_task == nullptr ? first_task : last_task->next_) = this;
-  last_task = this;
-}
-
 StreamTask::~StreamTask() {
   std::lock_guard lock(tasks_mutex);
+  if (!is_listed_) return;
   (previous_ == nullptr ? first_task : previous_->next_) = next_;
   (next_ == nullptr ? last_task : next_->previous_) = previous_;
 }
@@ -33,6 +26,10 @@ StreamTask::~StreamTask() {
 void StreamTask::take_place(const mlxdist_call& call) {
   std::lock_guard lock(tasks_mutex);
   call_ = call;
+  is_listed_ = true;
+  previous_ = last_task;
+  (last_task == nullptr ? first_task : last_task->next_) = this;
+  last_task = this;
 }
 
 void StreamTask::begin() {

@@ -26,7 +26,8 @@ int busy_streams();
 /* One task of a stream, as long as it lives. */
 class StreamTask {
  public:
-  StreamTask(mlx::core::Stream stream, int group, int to, int from);
+  StreamTask(mlx::core::Stream stream, int group, int to, int from)
+      : stream_(stream.index), group_(group), to_(to), from_(from) {}
   ~StreamTask();
   StreamTask(const StreamTask&) = delete;
   StreamTask& operator=(const StreamTask&) = delete;
@@ -44,6 +45,7 @@ class StreamTask {
   const int stream_, group_, to_, from_;
   mlxdist_call call_{};
   uint64_t thread_ = 0; /* that carries it out; 0: none yet */
+  bool is_listed_ = false;
   StreamTask *previous_ = nullptr, *next_ = nullptr;
 };
 
