@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mlxdist._built import MAX_RANKS
+from mlxdist._built import MAX_LINKS, MAX_RANKS
 
 from .batch_systems import scheduler_rank
 from .errors import EnvironmentVariableError
@@ -23,6 +23,7 @@ __all__ = [
     "ALGORITHMS",
     "DEBUG_LEVELS",
     "DEBUG_SUBSYSTEMS",
+    "MAX_LINKS",
     "MAX_RANKS",
     "MAX_RESTARTS",
     "OF_JOB",
@@ -259,7 +260,7 @@ class Environment:
         "seconds between keepalive messages of an idle queue pair, 0 for none", "60", _seconds_or_never
     )
     links_per_peer: int | None = _of_user(
-        "links per peer that large messages are striped over: 1 or 2", "1", _integer(1, 2)
+        f"links per peer that large messages are striped over: 1 to {MAX_LINKS}", "1", _integer(1, MAX_LINKS)
     )
     topology: frozenset[tuple[int, int]] | None = _of_user(
         "pairs of ranks that a link connects, such as 0-1,1-2,2-0", "every pair", _topology

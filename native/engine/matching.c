@@ -197,7 +197,7 @@ static int check_order(const struct peer *peer, const struct recv_desc *desc) {
               peer->endpoint.rank, name_of(theirs, header->group).text, engine->rank);
 }
 
-/* Whether a message that came by another link than at first has come by that one, too. */
+/* Whether a message that may have left by several links has come by another one already. */
 static bool is_known(const struct peer *peer, const struct transfer *transfer, const struct recv_desc *desc) {
   const struct wire_header *header = recv_header(desc);
   const struct recv_desc *other = transfer ? transfer->arrived : peer->unexpected;
@@ -223,12 +223,16 @@ static bool should_spill(const struct peer *peer, const struct recv_desc *desc, 
   return peer->endpoint.channel_count > 2 && recv_header(first)->offset > transfer->done;
 }
 
+static bool may_repeat(const struct peer *peer, const struct recv_desc *desc) {
+  return recv_header(desc)->flags & WIRE_FAILOVER || peer->endpoint.repeating >> desc->channel->index & 1;
+}
+
 int matching_deliver(struct peer *peer, struct recv_desc *desc) {
   if (recv_header(desc)->flags & WIRE_CTS) matching_on_cts(peer, recv_header(desc));
   struct transfer *transfer = peer->posted;
   while (transfer && !is_for(desc, transfer)) transfer = transfer->next;
   int status = MLXDIST_OK;
-  if (recv_header(desc)->flags & WIRE_FAILOVER && is_known(peer, transfer, desc)) return recv_release(desc);
+  if (may_repeat(peer, desc) && is_known(peer, transfer, desc)) return recv_release(desc);
   if (!transfer) status = check_order(peer, desc);
   if (!status && should_spill(peer, desc, transfer)) status = recv_spill(&desc);
   if (transfer) {

@@ -135,7 +135,7 @@ static int next_piece(struct operation *operation, struct transfer *transfer, st
   if (!*desc) return MLXDIST_OK;
   const struct wire_header *header = recv_header(*desc);
   if (header->offset > transfer->done && transfer->group_peer->peer->endpoint.channel_count > 2) {
-    *desc = 0; /* it has overtaken another one, which comes by the other link */
+    *desc = 0; /* it has overtaken another one, which comes by another link */
     return MLXDIST_OK;
   }
   if (!transfer->started) {

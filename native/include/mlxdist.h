@@ -140,14 +140,14 @@ typedef struct mlxdist_core_transfer {
 } mlxdist_core_transfer;
 
 /* Of the world. A rank's number travels in 15 bits, but connections between every two of more ranks do not fit a
- * device. The launcher has the same limit: CMake writes it into mlxdist/_built.py. */
+ * device. The launcher has the same limits: CMake writes both into mlxdist/_built.py. */
 #define MLXDIST_MAX_RANKS 256
-#define MLXDIST_MAX_LINKS 2 /* between two ranks */
+#define MLXDIST_MAX_LINKS 4 /* between two ranks */
 
 /* By what messages to one rank leave. */
 typedef struct mlxdist_link {
   const char* provider; /* "soft", "ibverbs" or "librdma"; NULL: there is no such link */
-  const char* device;   /* its name. Two links are of two devices */
+  const char* device;   /* its name. Each link of two ranks has a device of its own */
   int32_t gid_index;    /* of the address in the device's table by which the rank reaches this one; -1: the software
                            provider's in memory */
 } mlxdist_link;
@@ -160,7 +160,7 @@ typedef struct mlxdist_options {
   uint32_t bulk_slot_bytes;  /* size of a bulk slab slot, a multiple of 4096 */
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
-  uint32_t links_per_peer;   /* devices that large messages to a peer are spread over: 1 or 2 */
+  uint32_t links_per_peer;   /* devices that large messages to a peer are spread over: 1 to MLXDIST_MAX_LINKS */
   const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: that many devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every device */

@@ -153,7 +153,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   uint8_t start = take_byte(&input), which = take_byte(&input);
   mlxdist_options options;
   mlxdist_default_options(&options);
-  options.links_per_peer = 1 + (start & 1);
+  options.links_per_peer = 1 + (start & 1) + (start >> 5 & 2);
   options.bulk_slot_bytes = 8192; /* small ones, since they are made for every input */
   options.bulk_slots = 2 + (start >> 1 & 3);
   options.eager_slots = 4 + (start >> 3 & 7);

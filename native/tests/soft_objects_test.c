@@ -11,10 +11,12 @@ static void test_device(void) {
   const struct verbs *verbs = verbs_soft();
   int count = 0;
   struct ibv_device **list = verbs->get_device_list(&count);
-  CHECK_EQUAL(count, 2);
-  CHECK(list[0] && list[1] && !list[2]);
-  CHECK(strcmp(verbs->get_device_name(list[0]), "soft0") == 0);
-  CHECK(strcmp(verbs->get_device_name(list[1]), "soft1") == 0);
+  CHECK_EQUAL(count, 4);
+  for (int i = 0; i < 4; i++) {
+    const char name[] = {'s', 'o', 'f', 't', (char)('0' + i), '\0'};
+    CHECK(strcmp(verbs->get_device_name(list[i]), name) == 0);
+  }
+  CHECK(!list[4]);
   verbs->free_device_list(list);
 
   struct ibv_context *context = side_open_device();

@@ -204,12 +204,12 @@ static void test_last_link(void) {
     endpoint.channels[i] = (struct channel){
         .endpoint = &endpoint, .index = i, .sent = WIRE_START + 1, .acked = WIRE_START, .seen_acked = WIRE_START};
   struct wire_header header = {.kind = WIRE_ACK, .flags = WIRE_PROBE_REPLY};
-  endpoint.suspect = &endpoint.channels[0];
-  failover_on_ack(&endpoint.channels[2], &header);
+  endpoint.suspects = 1;
+  CHECK_EQUAL(failover_on_ack(&endpoint.channels[2], &header), MLXDIST_OK);
   CHECK_EQUAL(endpoint.dead_links, 2);
   endpoint.dead_links = 0;
-  endpoint.suspect = &endpoint.channels[0];
-  failover_on_ack(&endpoint.channels[2], &header);
+  endpoint.suspects = 1;
+  CHECK_EQUAL(failover_on_ack(&endpoint.channels[2], &header), MLXDIST_OK);
   CHECK_EQUAL(endpoint.dead_links, 1);
 }
 

@@ -21,6 +21,7 @@ static inline uint32_t piggyback_acks(struct endpoint* endpoint, struct wire_hea
   struct wire_links* links = (struct wire_links*)(header + 1);
   memcpy(&endpoint->last_sent[1], &endpoint->acks[1], sizeof links->acks);
   memcpy(links->acks, &endpoint->acks[1], sizeof links->acks);
+  links->dead_links = (uint8_t)endpoint->dead_links;
   memset(links->reserved, 0, sizeof links->reserved);
   header->flags |= WIRE_LINKS;
   return sizeof *header + sizeof *links;

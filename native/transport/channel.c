@@ -72,7 +72,7 @@ void channel_destroy(struct channel *channel) {
 }
 
 int channel_reopen(struct channel *channel, uint32_t epoch) {
-  channel->connected = channel->answered = channel->open = false; /* also if that fails: no abort may be posted there */
+  channel_disconnect(channel); /* also if that fails: no abort may be posted there */
   int error = queue_pair_destroy(channel);
   if (error) return queue_pair_fail(channel, "destroy_qp", error);
   count(&channel->transport->counters->receives_posted, (uint64_t)-(int64_t)channel->outstanding);
@@ -132,6 +132,19 @@ int channel_post_slot(struct channel *channel, uint32_t slot, bool again) {
 
 uint32_t channel_oldest_slot(const struct channel *channel) {
   return (channel->send_slot + channel->slots - (channel->sent - channel->acked)) % channel->slots;
+}
+
+void channel_skip_after(struct channel *channel, uint32_t received) {
+  if (!wire_at_least(channel->acked, received)) return; /* it has come late, all of it */
+  uint32_t elsewhere = channel->acked - received;
+  channel_unacknowledge(channel, received);
+  for (uint32_t slot = channel_oldest_slot(channel); elsewhere > 0; elsewhere--, slot = (slot + 1) % channel->slots) {
+    struct wire_header *header = (struct wire_header *)channel_send_slot(channel, slot);
+    header->kind = WIRE_SKIP;
+    header->flags = WIRE_LINKS;
+    header->length = 0;
+    channel->kept[slot] = (struct kept_message){.length = sizeof *header + sizeof(struct wire_links)};
+  }
 }
 
 bool channel_references(const struct channel *channel, const char *data, uint64_t bytes) {

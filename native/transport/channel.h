@@ -112,6 +112,10 @@ int channel_send(struct channel* channel, const struct outgoing_message* message
 /* Sends the message that the caller has written into the next slot, all of it. */
 int channel_send_written(struct channel* channel, uint32_t length);
 
+/* The peer has received no more than up to `received`, though what was acknowledged since has reached it by another
+ * link: its numbers are those of messages without content. */
+void channel_skip_after(struct channel* channel, uint32_t received);
+
 /* Posts what stands in a slot. `again`: it is a retransmission, whose completion has to be known. */
 int channel_post_slot(struct channel* channel, uint32_t slot, bool again);
 
@@ -132,6 +136,10 @@ static inline void channel_mark_answered(struct channel* channel) { channel->ans
 static inline bool channel_try_open(struct channel* channel) {
   channel->open = channel->connected && channel->answered;
   return channel->open;
+}
+/* Nothing leaves any more, until there is another queue pair. */
+static inline void channel_disconnect(struct channel* channel) {
+  channel->connected = channel->answered = channel->open = false;
 }
 /* Nothing leaves any more. */
 static inline void channel_shut(struct channel* channel) { channel->open = false; }

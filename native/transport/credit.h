@@ -31,6 +31,9 @@ static inline void channel_on_ack(struct channel* channel, uint32_t received, ui
 /* The first message that is not acknowledged has left by another link: nothing is to come for it here. */
 static inline void channel_forget_oldest(struct channel* channel) { channel->acked++; }
 
+/* The peer lacks what follows `received`: nothing of it was acknowledged. */
+static inline void channel_unacknowledge(struct channel* channel, uint32_t received) { channel->acked = received; }
+
 /* One receive may be taken: until the peer has said more, nothing after `last` leaves. */
 static inline void credit_limit(struct channel* channel, uint32_t last) {
   if (wire_at_least(channel->credit, last)) channel->credit = last;

@@ -90,11 +90,23 @@ int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *a
   return MLXDIST_OK;
 }
 
+/* No acknowledgement is confirmed, so nothing but the peer's probes shows that a link loses them. */
+static int acknowledge(struct endpoint *endpoint, bool *sent) {
+  if (!endpoint->acks_by_all) return acknowledgement_send(endpoint_eager(endpoint), 0, sent);
+  int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < endpoint->channel_count / 2 && !status; link++) {
+    bool here;
+    if (endpoint->dead_links >> link & 1) continue;
+    status = acknowledgement_send(&endpoint->channels[2 * link + WIRE_EAGER], 0, &here);
+    *sent |= here;
+  }
+  return status;
+}
+
 int endpoint_flush(struct endpoint *endpoint, bool lazily) {
   bool sent = false;
   int status = endpoint->probe_links ? failover_reply(endpoint) : MLXDIST_OK;
-  if (!status && acknowledgement_is_due(endpoint, lazily))
-    status = acknowledgement_send(endpoint_eager(endpoint), 0, &sent);
+  if (!status && acknowledgement_is_due(endpoint, lazily)) status = acknowledge(endpoint, &sent);
   if (sent) endpoint->ack_requested = false;
   endpoint->ack_pending = endpoint->probe_links || acknowledgement_is_due(endpoint, false);
   if (endpoint->ack_pending) endpoint_mark_ack(endpoint);
@@ -125,6 +137,7 @@ int endpoint_tick(struct endpoint *endpoint, uint64_t now) {
     status = retransmit_late(&endpoint->channels[i], now);
     if (!status) status = keepalive_tick(&endpoint->channels[i], now);
   }
+  if (!status && endpoint->dead_links) status = failover_tick(endpoint, now);
   return status ? status : endpoint_flush(endpoint, true);
 }
 

@@ -34,9 +34,17 @@ struct endpoint {
   uint32_t nak_pending;                       /* channels that lack a message, as a mask: the peer must hear of it */
 
   atomic_uint reconnects_pending; /* channels with a new queue pair that the peer has not heard of, as a mask */
-  uint32_t dead_links;            /* links that this rank does not send by any more, as a mask */
+  uint32_t dead_links;            /* links that this rank does not send by, as a mask */
   uint32_t probe_links;           /* links on which the peer wants a reply */
-  const struct channel* suspect;  /* its link seems dead: it is, if the peer's reply on another says so; or NULL */
+  uint32_t suspects;  /* channels whose link is dead if a reply of the peer on another one says so, as a mask */
+  uint32_t repeating; /* channels of links that the peer holds for dead: what they bring may have come by another
+                         link, as a mask */
+  bool acks_by_all;   /* acknowledgements leave by every link that works: the peer has lacked some */
+  struct link_trial {
+    bool pending; /* a reply is to come */
+    uint32_t replies;
+  } trials[WIRE_MAX_LINKS]; /* of dead links */
+  uint64_t tried_ns;
 };
 
 /* How a peer reaches this rank's queue pairs. */

@@ -1,10 +1,16 @@
 /*
- * Failover: two ranks may be joined by more than one link. Large messages are spread over them; one that dies is
- * dropped.
+ * Failover: two ranks may be joined by several links. Large messages are spread over them; one that dies is dropped,
+ * until it works again.
  *
  * A link is suspect when a message was retransmitted several times and never acknowledged. The peer is then asked for a
- * reply on another one. Without a reply the peer itself is stopped. With one the link is dead: what was not
- * acknowledged leaves again by the other, marked, because it may have arrived after all.
+ * reply on each of the others, since more than one may have died. Without a reply the peer itself is stopped. With one
+ * the suspect link is dead: what was not acknowledged leaves again by another, marked, because it may have arrived
+ * after all. The peer learns which links are dead, and takes what they bring late for possible repetitions, too.
+ *
+ * The peer is asked for replies on a dead link as well. A link that has brought several in a row is used again. The
+ * numbers that its peer lacks there have left by other links, so messages without content (WIRE_SKIP) take them.
+ *
+ * Rejected: new queue pairs for a link that works again. That needs the side channel, and a device may have none left.
  */
 #pragma once
 
@@ -13,14 +19,24 @@
 /* After 40 + 80 + 160 + 320 ms. */
 #define FAILOVER_RETRIES 4u
 
-/* Nothing is acknowledged on this channel: requests a reply on another link, if there is one. */
+/* A dead link is tried this often, and used once so many replies in a row have come. */
+#define FAILOVER_TRIAL_NS 250000000u
+#define FAILOVER_TRIALS 4u
+
+/* Nothing is acknowledged on this channel: requests replies on the other links, if there are any. */
 int failover_probe(struct channel* channel);
 
 /* An acknowledgement has come on this channel: perhaps a probe, or the reply to one. */
-void failover_on_ack(struct channel* channel, const struct wire_header* header);
+int failover_on_ack(struct channel* channel, const struct wire_header* header);
+
+/* A message without content has come in order: what follows on this link is new. */
+int failover_on_skip(const struct channel* channel);
 
 /* Replies where the peer has asked for it. */
 int failover_reply(struct endpoint* endpoint);
 
 /* Sends by a link that works what was left on a dead one, as far as there is room. */
 int failover_resend(struct endpoint* endpoint);
+
+/* Asks for replies on dead links, now and then. */
+int failover_tick(struct endpoint* endpoint, uint64_t now_ns);

@@ -32,6 +32,19 @@ int32_t link_other(const struct endpoint *endpoint, uint32_t link) {
   return -1;
 }
 
+bool link_give_up(struct channel *channel, const char *why) {
+  struct endpoint *endpoint = channel->endpoint;
+  uint32_t link = channel_link(channel);
+  if (!channel->connected && endpoint->dead_links >> link & 1) return true; /* what was posted before completes, too */
+  if (link_other(endpoint, link) < 0) return false;
+  debug(DEBUG_WARN, "link", "link %u to rank %d is dead: %s; what it carried goes by another one", link, endpoint->rank,
+        why);
+  channel_disconnect(&endpoint->channels[2 * link + WIRE_EAGER]);
+  channel_disconnect(&endpoint->channels[2 * link + WIRE_BULK]);
+  endpoint_mark_dead(endpoint, link);
+  return true;
+}
+
 int link_port_down(struct channel *channel) {
   struct endpoint *endpoint = channel->endpoint;
   uint32_t link = channel_link(channel);
@@ -44,7 +57,7 @@ int link_port_down(struct channel *channel) {
                 "plugged in at both ends? `mlxdist devices` shows the ports",
                 channel->device->name, channel->transport->rank, endpoint->rank);
   debug(DEBUG_WARN, "link",
-        "link %u to rank %d is dead: the port of device %s is down; what it carried goes by the other one", link,
+        "link %u to rank %d is dead: the port of device %s is down; what it carried goes by another one", link,
         endpoint->rank, channel->device->name);
   endpoint_mark_dead(endpoint, link);
   return MLXDIST_OK;

@@ -29,3 +29,6 @@ int32_t link_other(const struct endpoint* endpoint, uint32_t link);
 
 /* The port of the channel's link is down: nothing is posted there any more. TRANSPORT if there is no other link. */
 int link_port_down(struct channel* channel);
+
+/* A queue pair of the link has failed and is not re-created: the link is dead, if there is another one. */
+bool link_give_up(struct channel* channel, const char* why);

@@ -93,7 +93,7 @@ static bool is_garbled(const struct channel *channel, const struct recv_desc *de
   uint64_t length = message_bytes(desc);
   bool padded = channel->device->whole_frames && length < bytes;
   return (length != bytes && !padded) || bytes > channel->slot_bytes || header->kind < WIRE_DATA ||
-         header->kind > WIRE_ABORT;
+         header->kind > WIRE_SKIP;
 }
 
 /* What the peer has received on a channel. False: what was never sent. */
@@ -111,12 +111,13 @@ static int process_naks(struct channel *channels, const struct wire_acks *acks, 
 }
 
 /* What the peer has received, and what it lacks. */
-static int process_acks(struct endpoint *endpoint, const struct recv_desc *desc) {
-  const struct wire_header *header = recv_header(desc);
+static int process_acks(struct endpoint *endpoint, const struct wire_header *header) {
   uint32_t links = header->flags & WIRE_LINKS ? endpoint->channel_count / 2 : 1;
   int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < links && links > 1; link++)
+    if (((const struct wire_links *)(header + 1))->dead_links >> link & 1) endpoint->repeating |= 3u << 2 * link;
   for (uint32_t link = 0; link < links && !status; link++) {
-    const struct wire_acks *acks = recv_acks(desc, link);
+    const struct wire_acks *acks = wire_acks(header, link);
     struct channel *channels = &endpoint->channels[2 * (size_t)link];
     if (!process_ack(&channels[WIRE_EAGER], acks->ack[WIRE_EAGER], acks->credits[WIRE_EAGER]) ||
         !process_ack(&channels[WIRE_BULK], acks->ack[WIRE_BULK], acks->credits[WIRE_BULK]))
@@ -147,8 +148,8 @@ static void discard(struct channel *channel, uint32_t sequence) {
 }
 
 static int on_ack(struct channel *channel, const struct wire_header *header) {
-  failover_on_ack(channel, header);
-  return channel->transport->callbacks->on_ack(channel->endpoint, header);
+  int status = failover_on_ack(channel, header);
+  return status ? status : channel->transport->callbacks->on_ack(channel->endpoint, header);
 }
 
 /* In order, from here on the owner's. */
@@ -160,6 +161,7 @@ static int accept(struct channel *channel, struct recv_desc *desc) {
   bool asked = header->kind == WIRE_DATA && header->flags & WIRE_ACK_REQ;
   if (asked) endpoint->ack_now = true;
   if (asked || channel->received - endpoint->last_sent[link].ack[i] >= channel->ack_share) endpoint_mark_ack(endpoint);
+  if (header->kind == WIRE_SKIP) return failover_on_skip(channel);
   return channel->transport->callbacks->on_message(endpoint, desc);
 }
 
@@ -183,7 +185,7 @@ int receive_complete(struct channel *channel, uint32_t slot, uint32_t byte_len) 
     return post(channel, slot);
   }
   if (is_garbled(channel, desc, bytes)) return fail_garbled(channel, header, bytes);
-  int status = process_acks(channel->endpoint, desc);
+  int status = process_acks(channel->endpoint, header);
   if (status) return status;
   if (header->kind == WIRE_ACK) {
     status = on_ack(channel, header);

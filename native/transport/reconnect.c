@@ -67,6 +67,7 @@ int reconnect_begin(struct channel *channel, enum ibv_wc_status wc_status) {
   char why[192];
   snprintf(why, sizeof why, "a work request completed with %s", verbs_wc_status_name(wc_status));
   if (is_possible(channel) && channel->reconnects++ < RECONNECT_MAX) return begin(channel, why);
+  if (link_give_up(channel, why)) return MLXDIST_OK;
   return fail(MLXDIST_TRANSPORT, "the queue pair between rank %d and rank %d failed%s: %s", channel->transport->rank,
               channel->peer, is_possible(channel) ? " again and again" : "", why);
 }

@@ -31,8 +31,3 @@ static inline const char* recv_payload(const struct recv_desc* desc) {
   uint32_t before = 1 + flags % 2 + flags / 2 % 2; /* WIRE_FIRST, WIRE_LINKS */
   return desc->bytes + before * sizeof(struct wire_header);
 }
-/* What the message says of a link. One whose sender has fewer links says nothing of the others. */
-static inline const struct wire_acks* recv_acks(const struct recv_desc* desc, uint32_t link) {
-  const struct wire_header* header = recv_header(desc);
-  return link == 0 ? &header->acks : &((const struct wire_links*)(desc->bytes + sizeof *header))->acks[link - 1];
-}

@@ -154,9 +154,10 @@ void transport_poll(struct transport *transport, bool *progressed) {
 
 void transport_flush_pending(struct transport *transport, bool lazily) {
   int status = MLXDIST_OK;
-  transport->ack_pending = false;
+  transport->ack_pending = transport->degraded = false;
   for (int32_t rank = 0; rank < transport->size && !status; rank++) {
     struct endpoint *endpoint = transport->endpoints[rank];
+    if (endpoint->dead_links) transport->degraded = true;
     if (endpoint->usable && endpoint->dead_links) status = failover_resend(endpoint);
     if (endpoint->usable && endpoint->ack_pending && !status) status = endpoint_flush(endpoint, lazily);
     if (endpoint->ack_pending) transport->ack_pending = true;

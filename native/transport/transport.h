@@ -37,7 +37,7 @@ struct transport {
   char provider[64]; /* name of their provider, or of all */
   struct mr_cache mr_cache;
   bool ack_pending;              /* of any endpoint, */
-  bool degraded;                 /* has a dead link */
+  bool degraded;                 /* an endpoint has a dead link */
   bool can_reconnect;            /* there is a side channel */
   atomic_bool keepalive_stopped; /* the last operation has ended */
 };
@@ -77,5 +77,9 @@ static inline void transport_stop_keepalive(struct transport* transport) { trans
 
 static inline void endpoint_mark_dead(struct endpoint* endpoint, uint32_t link) {
   endpoint->dead_links |= 1u << link;
+  endpoint->trials[link] = (struct link_trial){0};
   endpoint->transport->degraded = true;
+}
+static inline void endpoint_mark_alive(struct endpoint* endpoint, uint32_t link) {
+  endpoint->dead_links &= ~(1u << link);
 }

@@ -23,6 +23,7 @@ enum wire_kind {
   WIRE_DATA = 1,
   WIRE_ACK = 2,   /* acknowledgement and credit that found no data to ride on: has no number, may be lost */
   WIRE_ABORT = 3, /* the sender has failed: payload is a wire_abort and the text of its first error */
+  WIRE_SKIP = 4,  /* has the number of a message that left by another link: nothing else is in it */
 };
 
 enum wire_flags {
@@ -80,10 +81,16 @@ static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads st
 
 /* Where ranks are joined by several links, this stands behind each header. */
 struct wire_links {
-  struct wire_acks acks[WIRE_MAX_LINKS - 1];
-  uint8_t reserved[64 - (WIRE_MAX_LINKS - 1) * sizeof(struct wire_acks)];
+  struct wire_acks acks[WIRE_MAX_LINKS - 1]; /* of the others */
+  uint8_t dead_links; /* a mask of links that the sender holds for dead: what they bring now may have come by another */
+  uint8_t reserved[63 - (WIRE_MAX_LINKS - 1) * sizeof(struct wire_acks)];
 };
 static_assert(sizeof(struct wire_links) == 64, "payloads stay aligned for SIMD");
+
+/* What a message says of a link. One whose sender has fewer links says nothing of the others. */
+static inline const struct wire_acks* wire_acks(const struct wire_header* header, uint32_t link) {
+  return link == 0 ? &header->acks : &((const struct wire_links*)(header + 1))->acks[link - 1];
+}
 
 /* `bytes`: a message, at least its header. */
 static inline uint32_t wire_checksum(const char* bytes, uint64_t length) {

@@ -91,7 +91,8 @@ def test_missing_cables_are_reported_with_a_free_port():
 
 
 def test_more_cables_than_are_used():
-    assert "3 cables between a and b: mlxdist uses 2" in build_topology(macs(2, [(0, 1)] * 3)).notes[0]
+    assert "5 cables between a and b: mlxdist uses 4" in build_topology(macs(2, [(0, 1)] * 5, size=5)).notes[0]
+    assert not build_topology(macs(2, [(0, 1)] * 4, size=5)).notes
 
 
 @pytest.mark.parametrize(

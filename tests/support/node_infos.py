@@ -22,7 +22,7 @@ def device(name: str, *gids: Gid, state: str = "ACTIVE", provider: str = "ibverb
 
 def soft(*addresses: str) -> list[Device]:
     gids = [Gid(0, "memory", b"\x07" * 16), *(gid(i, a, "TCP") for i, a in enumerate(addresses, 1))]
-    return [device(name, *gids, provider="soft") for name in ("soft0", "soft1")]
+    return [device(name, *gids, provider="soft") for name in ("soft0", "soft1", "soft2", "soft3")]
 
 
 def node(host: str, *devices: Device, address: str = "", tcp: tuple[str, ...] = (), missing: str = "") -> NodeInfo:
@@ -56,7 +56,7 @@ tables = st.lists(
 def worlds(draw) -> list[NodeInfo]:
     hosts = []
     for name in "abc"[: draw(st.integers(1, 3))]:
-        count = draw(st.integers(0, 3))
+        count = draw(st.integers(0, 5))
         states = st.sampled_from(["ACTIVE", "ACTIVE", "DOWN", "INIT"])
         devices = [device(f"{name}{i}", *draw(tables), state=draw(states)) for i in range(count)]
         number = ord(name) - ord("a") + 1

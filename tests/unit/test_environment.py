@@ -106,7 +106,7 @@ def test_the_secret_is_not_shown():
         ),
         ({"MLXDIST_INJECT_FAULTS": "drop=1/100, none"}, ["MLXDIST_INJECT_FAULTS='drop=1/100, none'", "list of faults"]),
         ({"MLXDIST_INJECT_FAULTS": ""}, ["MLXDIST_INJECT_FAULTS=''", "list of faults"]),
-        ({"MLXDIST_LINKS_PER_PEER": "3"}, ["MLXDIST_LINKS_PER_PEER='3'", "from 1 to 2"]),
+        ({"MLXDIST_LINKS_PER_PEER": "5"}, ["MLXDIST_LINKS_PER_PEER='5'", "from 1 to 4"]),
         ({"MLXDIST_TOPOLOGY": "0-1,1"}, ["MLXDIST_TOPOLOGY='0-1,1'", "pairs of ranks"]),
         ({"MLXDIST_TOPOLOGY": "0-4"}, ["MLXDIST_TOPOLOGY=0-4", "0 to 3"]),
         ({"MLXDIST_DEBUG": "loud"}, ["MLXDIST_DEBUG='loud'", "off, warn, info, trace"]),

@@ -1,12 +1,15 @@
 """Which devices connect two ranks: shared memory, RDMA between hosts, TCP; and that both sides choose alike."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_infos import MEMORY, by, device, gid, node, selected, soft, tables, worlds
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cluster.hostfile.device_map import parse
+from mlxdist.cluster.hostfile.device_map import DeviceMap, parse
 from mlxdist.runtime.devices.device import Gid
 from mlxdist.runtime.devices.gids import find_route
 from mlxdist.runtime.devices.links import Link, choose
@@ -28,8 +31,10 @@ def test_memory_is_found_wherever_it_is_in_the_table():
     assert selected([other, other]) == (by("soft0", 3, "soft"),) * 2
 
 
-def test_two_cables_on_one_host_are_two_devices():
-    assert choose([node("a")] * 2, 0, links_per_peer=2).links[1] == (Link("soft", "soft0", 0), Link("soft", "soft1", 0))
+@pytest.mark.parametrize("cables", [1, 2, 3, 4])
+def test_each_cable_on_one_host_is_a_device(cables):
+    links = choose([node("a")] * 2, 0, links_per_peer=cables).links[1]
+    assert links == tuple(Link("soft", f"soft{i}", 0) for i in range(cables))
 
 
 @pytest.mark.parametrize("active, text", [(1, "1 RDMA device left"), (2, "2 RDMA devices left"), (0, "one host")])
@@ -105,12 +110,29 @@ def test_loopback_connects_no_hosts():
     assert selected([a, b]) == (by("soft0", 2, "soft"),) * 2
 
 
-def test_two_cables_by_subnets():
-    a = node("a", device("x0", gid(1, "10.0.0.1")), device("x1", gid(1, "10.0.1.1")))
-    b = node("b", device("y0", gid(1, "10.0.1.2")), device("y1", gid(1, "10.0.0.2")))
-    ends = selected([a, b], links_per_peer=2)
-    assert [[link.device for link in links] for links in ends] == [["x0", "x1"], ["y1", "y0"]]
-    assert [len(links) for links in selected([a, b], links_per_peer=1)] == [1, 1]
+def cabled(near: int, far: int) -> list[NodeInfo]:
+    """Two hosts: device x0 of one leads to the last device of the other, x1 to the one before it."""
+    a = node("a", *(device(f"x{i}", gid(1, f"10.0.{i}.1")) for i in range(near)))
+    b = node("b", *(device(f"y{i}", gid(1, f"10.0.{far - 1 - i}.2")) for i in range(far)))
+    return [a, b]
+
+
+def names(ends: tuple) -> list[list[str]]:
+    return [[link.device for link in links] for links in ends]
+
+
+@pytest.mark.parametrize("cables", [1, 2, 3, 4, 5])
+def test_cables_by_subnets(cables):
+    for links_per_peer in range(1, 5):
+        used = min(cables, links_per_peer)
+        ends = selected(cabled(cables, cables), links_per_peer=links_per_peer)
+        assert names(ends) == [[f"x{i}" for i in range(used)], [f"y{cables - 1 - i}" for i in range(used)]]
+
+
+@pytest.mark.parametrize(("near", "far"), [(4, 2), (2, 4), (5, 3), (1, 4)])
+def test_one_host_has_more_devices_than_the_other(near, far):
+    for ends in (selected(cabled(near, far), links_per_peer=4), selected(cabled(near, far)[::-1], links_per_peer=4)):
+        assert [len(links) for links in ends] == [min(near, far)] * 2
 
 
 def test_an_unknown_prefix_is_that_of_the_other_side():
@@ -172,14 +194,44 @@ def test_devices_without_a_common_subnet_are_paired_in_the_order_of_the_map():
     assert {(x.device, y.device) for x, y in zip(near, far, strict=True)} == {("x1", "y0"), ("x0", "y1")}
 
 
-def test_more_cables_than_are_used():
-    a = node("a", *(device(f"x{i}", gid(1, f"10.0.{i}.1")) for i in range(3)))
-    b = node("b", *(device(f"y{i}", gid(1, f"10.0.{i}.2")) for i in range(3)))
-    device_map = parse('[[null, ["x0", "x1", "x2"]], [["y2", "y1", "y0"], null]]')
-    assert [[link.device for link in links] for links in selected([a, b], device_map=device_map)] == [
-        ["x0", "x1"],
-        ["y0", "y1"],
+def map_of(cables: int) -> DeviceMap:
+    return parse(json.dumps([[None, [f"x{i}" for i in range(cables)]], [[f"y{i}" for i in range(cables)], None]]))
+
+
+@pytest.mark.parametrize("cables", [2, 3, 4, 5, 6])
+def test_all_cables_of_the_map_are_used_up_to_four(cables):
+    used = min(cables, 4)
+    nodes = cabled(cables, cables)
+    ends = selected(nodes, device_map=map_of(cables))
+    assert names(ends) == [[f"x{i}" for i in range(used)], [f"y{cables - 1 - i}" for i in range(used)]]
+    reason = "RDMA to other hosts by " + ", ".join(f"x{i}" for i in range(used))
+    more = f"; 4 of {cables} cables between a and b: at most 4 are used" * (cables > 4)
+    assert choose(nodes, 0, device_map=map_of(cables)).reason == reason + more
+
+
+def test_the_map_names_more_devices_on_one_end():
+    with pytest.raises(InvalidArgument, match=r"host 0 has 4 cables to host 1 .* host 1 has 3 to host 0"):
+        parse('[[null, ["x0", "x1", "x2", "x3"]], [["y0", "y1", "y2"], null]]')
+
+
+@pytest.mark.parametrize("down", [{"x1"}, {"y3"}, {"x0", "y3"}, {"x1", "x2", "y0"}])
+@pytest.mark.parametrize("bare", [False, True])
+def test_cables_that_are_down_leave_the_others(down, bare):
+    """A device that is DOWN may have lost its address; then the map says which device is at its other end."""
+    nodes = [
+        replace(
+            a,
+            devices=tuple(
+                replace(d, state="DOWN", gids=() if bare else d.gids) if d.name in down else d for d in a.devices
+            ),
+        )
+        for a in cabled(4, 4)
     ]
+    device_map = parse('[[null, ["x0", "x1", "x2", "x3"]], [["y3", "y2", "y1", "y0"], null]]')
+    left = [i for i in range(4) if not down & {f"x{i}", f"y{3 - i}"}]
+    assert names(selected(nodes, device_map=device_map)) == [[f"x{i}" for i in left], [f"y{3 - i}" for i in left]]
+    reason = choose(nodes, 1, device_map=device_map).reason
+    assert f"; {len(left)} of 4 cables between a and b: host " in reason and " is DOWN; plug in the cable" in reason
 
 
 @pytest.mark.parametrize(
@@ -254,9 +306,11 @@ def test_tcp_between_network_namespaces_of_one_host():
     assert selected([a, b]) == (MEMORY, MEMORY)
 
 
-def test_two_cables_by_tcp():
+@pytest.mark.parametrize("cables", [1, 2, 3, 4])
+def test_cables_by_tcp(cables):
     a, b = (node(h, tcp=(f"10.0.0.{i}",)) for h, i in (("a", 1), ("b", 2)))
-    assert choose([a, b], 0, links_per_peer=2).links[1] == (Link("soft", "soft0", 1), Link("soft", "soft1", 1))
+    links = choose([a, b], 0, links_per_peer=cables).links[1]
+    assert links == tuple(Link("soft", f"soft{i}", 1) for i in range(cables))
 
 
 def test_memory_alone_rejects_other_hosts():
@@ -268,13 +322,15 @@ def test_memory_alone_rejects_other_hosts():
 def test_software_devices_that_reach_one_peer_each():
     """Where it plays Thunderbolt, no device of a rank serves two peers."""
     here = NodeInfo.here(b"a", "a", provider="soft", soft_profile="apple-tb5")
-    for cables in (1, 2):
-        choices = [choose([here] * 5, rank, links_per_peer=cables) for rank in range(5)]
+    for cables, ranks in ((1, 5), (2, 5), (3, 5), (4, 4)):
+        choices = [choose([here] * ranks, rank, links_per_peer=cables) for rank in range(ranks)]
         for rank, choice in enumerate(choices):
             used = [link.device for links in choice.links for link in links]
-            assert len(set(used)) == len(used) == 4 * cables and choice.links[rank] == ()
+            assert len(set(used)) == len(used) == (ranks - 1) * cables and choice.links[rank] == ()
     with pytest.raises(InvalidArgument, match="rank 0 on a and rank 8 on a .* enough for 8 ranks; start at most 8"):
         choose([here] * 9, 0, links_per_peer=2)
+    with pytest.raises(InvalidArgument, match="rank 0 on a and rank 4 on a .* enough for 4 ranks; start at most 4"):
+        choose([here] * 5, 0, links_per_peer=4)
 
 
 # A provider that was asked for
@@ -314,7 +370,7 @@ def test_another_library_than_the_hosts_have():
 
 
 @settings(deadline=None)
-@given(worlds(), st.integers(1, 2), st.sampled_from(["auto", "shm", "tcp"]))
+@given(worlds(), st.integers(1, 4), st.sampled_from(["auto", "shm", "tcp"]))
 def test_both_sides_choose_the_two_ends_of_the_same_cables(nodes, cables, soft_transport):
     """Complete, symmetric and the same every time, in auto mode."""
     try:

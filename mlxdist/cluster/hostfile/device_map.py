@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.environment import MAX_LINKS, MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.validation import read_bounded
@@ -113,7 +113,7 @@ def _devices(entry: Any, row: int, column: int, hosts: list[str]) -> tuple[str, 
         wrong = f"{json.dumps(entry):.80} is neither the name of a device, nor a list of names for several cables"
         wrong += "; write null where there is no cable"
     elif len(names) > _MAX_CABLES:
-        wrong = f"{len(names)} cables; at most {_MAX_CABLES} can be named, of which 2 are used"
+        wrong = f"{len(names)} cables; at most {_MAX_CABLES} can be named, of which {MAX_LINKS} are used"
     elif twice := [name for name in names if names.count(name) > 1]:
         wrong = f"{twice[0]} is there twice; each cable has a device of its own"
     elif names and row == column:

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlxdist.base.environment import MAX_LINKS
 from mlxdist.base.errors import InvalidArgument
 
 from ..facts.collect import HostFacts
 from ..facts.thunderbolt import THUNDERBOLT_5, Receptacle
 
-__all__ = ["USED_CABLES", "Cable", "End", "Shape", "Topology", "build_topology"]
+__all__ = ["Cable", "End", "Shape", "Topology", "build_topology"]
 
-USED_CABLES = 2  # between two hosts, as many as mlxdist uses: MLXDIST_LINKS_PER_PEER
 _MAX_STEPS = 200_000  # of the search for a ring: more than twelve hosts need
 
 
@@ -192,9 +192,9 @@ def _irregularities(machines: Sequence[HostFacts], cables: Sequence[Cable]) -> l
             if not end.interface:
                 notes.append(f"{machines[end.host].name} has no network interface for {end.port}")
     for pair, count in Counter(cable.pair for cable in cables).items():
-        if count > USED_CABLES:
+        if count > MAX_LINKS:
             a, b = (machines[host].name for host in pair)
-            notes.append(f"there are {count} cables between {a} and {b}: mlxdist uses {USED_CABLES}")
+            notes.append(f"there are {count} cables between {a} and {b}: mlxdist uses {MAX_LINKS}")
     return notes
 
 

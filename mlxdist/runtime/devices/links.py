@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mlxdist.base.environment import MAX_LINKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.device_map import DeviceMap
 
@@ -19,9 +20,7 @@ from .gids import Nearness, Route, find_route
 from .node_info import NodeInfo, host_numbers
 from .paths import Path
 
-__all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "Ports", "choose"]
-
-MAX_LINKS = 2  # MLXDIST_MAX_LINKS of mlxdist.h
+__all__ = ["Choice", "Link", "NodeInfo", "Ports", "choose"]
 
 _Ends = tuple["Link", "Link"]  # of the lower rank, of the higher one
 
@@ -46,7 +45,7 @@ class Ports(NamedTuple):
 class Choice:
     """The links that one rank uses.
 
-    ``links``: those to each rank, at most two; ``paths``: what they are; ``ports``: what they go through. There are no
+    ``links``: those to each rank, at most MAX_LINKS; ``paths``: what they are; ``ports``: what they go through. There are no
     links to the rank itself, and to a rank that the device map has no link to, when the user requires RDMA.
     ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs of ranks, both ways, that are connected at all;
     None where every pair is.
@@ -94,7 +93,8 @@ def choose(
         links.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
         ports.append(_ports(nodes[low], nodes[high], ends))
     providers = sorted({link.provider for to_peer in links for link in to_peer}) or ["soft"]
-    reason = _reason(nodes, rank, provider, links, chooser.without_rdma)
+    unused = dict.fromkeys(text for pair, text in chooser.unused.items() if rank in pair)
+    reason = "; ".join([_reason(nodes, rank, provider, links, chooser.without_rdma), *unused])
     paths = tuple(_path(nodes[rank], node, to_node, soft_transport) for node, to_node in zip(nodes, links))
     return Choice(tuple(links), paths, tuple(ports), "+".join(providers), reason, chooser.adjacency())
 
@@ -113,6 +113,7 @@ class _Chooser:
         self._rows = None if device_map is None or provider == "soft" else _rows(nodes, device_map)
         self._routes: dict[tuple[NodeInfo, NodeInfo], list[_Ends]] = {}
         self.without_rdma: dict[str, str] = {}  # host that is not reached by RDMA: why
+        self.unused: dict[tuple[int, int], str] = {}  # pairs of ranks that not all cables of the map connect: why
 
     def connect(self, low: int, high: int) -> list[_Ends]:
         one_host = self._nodes[low].identity == self._nodes[high].identity
@@ -157,7 +158,17 @@ class _Chooser:
         if not names[0]:
             raise _NotConnected(f"the device map has no link between {near.host} and {far.host}")
         nears, fars = ([self._named(node, name) for name in row] for node, row in zip((near, far), names))
-        return [_ends(*pair) for pair in _pair_up(nears, fars, (near.host, far.host), one_host)[:MAX_LINKS]]
+        down = [(node, device) for node, row in ((near, nears), (far, fars)) for device in row if not device.is_active]
+        down_texts = [f"host {node.host}: {diagnose_device(device)[0]}" for node, device in down]
+        pairs = _pair_up(nears, fars, (near.host, far.host), one_host)
+        if not pairs:
+            raise _NotConnected(down_texts[0])
+        if len(pairs) > MAX_LINKS:
+            down_texts.append(f"at most {MAX_LINKS} are used")
+        if down_texts:
+            used = min(len(pairs), MAX_LINKS)
+            self.unused[low, high] = f"{used} of {len(nears)} cables between {near.host} and {far.host}: {down_texts[0]}"
+        return [_ends(*pair) for pair in pairs[:MAX_LINKS]]
 
     def _named(self, node: NodeInfo, name: str) -> Device:
         devices = {device.name: device for device in self._rdma_devices(node)}
@@ -167,8 +178,6 @@ class _Chooser:
                 f"host {node.host} has no device {name}, which the device map names: {there}; names change when a "
                 "machine starts: `mlxdist devices` shows them"
             )
-        if not devices[name].is_active:
-            raise _NotConnected(f"host {node.host}: {diagnose_device(devices[name])[0]}")
         return devices[name]
 
     def _by_subnets(self, near: NodeInfo, far: NodeInfo, one_host: bool) -> list[_Ends]:
@@ -320,7 +329,10 @@ def _rows(nodes: Sequence[NodeInfo], device_map: DeviceMap) -> list[int]:
 def _pair_up(
     nears: list[Device], fars: list[Device], hosts: tuple[str, str], one_host: bool
 ) -> list[tuple[Device, Device, Route]]:
-    """The two ends of each link: devices of a common subnet; those that no subnet pairs, in the order of the map."""
+    """The two ends of each link: devices of a common subnet; those that no subnet pairs, in the order of the map.
+
+    A cable of which one end is not active is left out.
+    """
     free, pairs = list(fars), {}
     for near in nears:
         for far in free:
@@ -332,6 +344,8 @@ def _pair_up(
     for near in nears:
         if near.name not in pairs:
             far = free.pop(0)
+            if not (near.is_active and far.is_active):
+                continue
             route = find_route(near.gids, far.gids, one_host)
             if route is None:
                 raise _NotConnected(
@@ -340,7 +354,8 @@ def _pair_up(
                     "addresses"
                 )
             pairs[near.name] = (near, far, route)
-    return [pairs[near.name] for near in nears]
+    ordered = [pairs[near.name] for near in nears if near.name in pairs]
+    return [pair for pair in ordered if pair[0].is_active and pair[1].is_active]
 
 
 def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, by_loopback: bool) -> Route | None:

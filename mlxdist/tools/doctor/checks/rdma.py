@@ -5,9 +5,9 @@ import ipaddress
 import itertools
 from collections.abc import Iterator
 
+from mlxdist.base.environment import MAX_LINKS
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.runtime.devices.diagnosis import Verdict as Cause
-from mlxdist.runtime.devices.links import MAX_LINKS
 from mlxdist.runtime.devices.queue_pairs import OF_A_LINK, advice, in_words
 
 from ..cluster import Cluster

@@ -34,7 +34,7 @@
 /* As much as this provider has room for. */
 #define UNRESTRICTED(label, ...)                                                                                       \
   {.name = label,                                                                                                      \
-   .devices = 2,                                                                                                       \
+   .devices = 4,                                                                                                       \
    .max_qp = SOFT_MAX_QP,                                                                                              \
    .max_wr = SOFT_MAX_WR,                                                                                              \
    .max_send_sge = SOFT_MAX_SEND_SGE,                                                                                  \

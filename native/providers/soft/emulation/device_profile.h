@@ -73,7 +73,7 @@ enum soft_profiles {
   SOFT_PROFILES
 };
 
-/* The most that a profile lists: for 8 ranks one a peer and cable. */
+/* The most that a profile lists: for 8 ranks with two cables between each pair, or 4 with four. */
 #define SOFT_DEVICES 14
 
 extern const struct soft_profile soft_profiles[SOFT_PROFILES];
