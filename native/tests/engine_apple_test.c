@@ -44,6 +44,10 @@ static void all_together(struct world *world, int rank, int size, const char *pr
 
 static void one_cable(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5", 1); }
 static void two_cables(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5", 2); }
+static void four_cables(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5", 4); }
+static void packets_by_four(struct world *world, int rank, int size) {
+  all_together(world, rank, size, "apple-tb5-27", 4);
+}
 static void one_frame(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5-26.2", 1); }
 
 static void packets(struct world *world, int rank, int size) { all_together(world, rank, size, "apple-tb5-27", 1); }
@@ -97,6 +101,8 @@ int main(void) {
   for (int size = 2; size <= 4; size++) failed |= world_run(size, one_cable);
   failed |= world_run(8, one_cable);
   failed |= world_run(3, two_cables);
+  failed |= world_run(3, four_cables);
+  failed |= world_run(2, packets_by_four);
   failed |= world_run(2, one_frame);
   failed |= world_run(3, one_frame);
   failed |= world_run(2, packets);

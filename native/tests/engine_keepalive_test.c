@@ -115,9 +115,10 @@ static void test_pulled_in_a_pause(void) {
   simulation_close(&simulation);
 }
 
-static void test_one_of_two_pulled(void) {
+/* One of several: what it carried goes by the others, and it is used again once it is plugged in. */
+static void test_one_pulled(uint32_t cables) {
   struct simulation simulation;
-  mlxdist_options options = options_of("apple-tb5", 0, 2);
+  mlxdist_options options = options_of("apple-tb5", 0, cables);
   open_ranks(&simulation, 2, &options, false);
   simulation_inject(&simulation, -1, "0:link=down");
   simulation_run(&simulation, 2 * SECOND);
@@ -126,6 +127,11 @@ static void test_one_of_two_pulled(void) {
     REQUIRE(simulation.ranks[rank].group->engine->peers[!rank].endpoint.dead_links == 1);
     REQUIRE(simulation_stats(&simulation, rank).provider_dropped_by_fault == 0);
   }
+  simulation_inject(&simulation, -1, "0:link=up");
+  simulation_run(&simulation, 5 * SECOND);
+  for (int rank = 0; rank < 2; rank++)
+    REQUIRE(simulation.ranks[rank].group->engine->peers[!rank].endpoint.dead_links == 0);
+  sums(&simulation);
   simulation_close(&simulation);
 }
 
@@ -135,7 +141,7 @@ int main(void) {
     int32_t size;
     const char *profile;
     uint32_t cables;
-  } worlds[] = {{2, "ideal", 1}, {3, "ideal", 1}, {2, "ideal", 2}, {2, "apple-tb5", 1}};
+  } worlds[] = {{2, "ideal", 1}, {3, "ideal", 1}, {2, "ideal", 2}, {2, "ideal", 4}, {2, "apple-tb5", 1}};
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) {
     test_pauses(worlds[i].size, worlds[i].profile, worlds[i].cables);
     test_silence(worlds[i].size, worlds[i].profile, worlds[i].cables);
@@ -143,7 +149,8 @@ int main(void) {
   test_silence_for_good();
   test_pulled();
   test_pulled_in_a_pause();
-  test_one_of_two_pulled();
+  test_one_pulled(2);
+  test_one_pulled(4);
   printf("engine_keepalive_test passed\n");
   return 0;
 }

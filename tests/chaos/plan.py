@@ -51,7 +51,7 @@ WITH_CHECKSUM = ["corrupt=1/{chance}", "corrupt_next={few}", "corrupt=1/{chance}
 def make(seed: int) -> dict[str, Any]:
     shared, own = random.Random(f"set {seed // ROUNDS_OF_A_SET}"), random.Random(f"round {seed}")
     ranks = shared.choice([2, 2, 3, 3, 4])
-    cables = shared.choice([1, 1, 2])
+    cables = shared.choice([1, 1, 2, 3, 4])
     environment = {
         "MLXDIST_ALGO": shared.choice(ALGORITHMS),
         "MLXDIST_LINKS_PER_PEER": str(cables),
@@ -137,14 +137,14 @@ def _disturb(plan: dict, random: random.Random, cables: int) -> None:
     if random.random() < 0.3:
         _add(plan, random, "stop", delay=random.uniform(0, 0.01), seconds=random.choice([0.01, 0.1, 0.5]))
     if random.random() < 0.2:
-        cable = random.choice(["", "0:", "1:"] if cables == 2 else [""])
+        cable = random.choice(["", *(f"{cable}:" for cable in range(cables) if cables > 1)])
         for rank in random.choice([[0], range(plan["ranks"])]):
             _add(plan, random, "inject", rank, faults=f"{cable}link=down", seconds=random.choice([0.02, 0.2, 0.6]),
                  then=f"{cable}link=up")  # fmt: skip
-    elif cables == 2 and random.random() < 0.4:
-        cable = random.randrange(2)
-        for rank in random.choice([[0], range(plan["ranks"])]):
-            _add(plan, random, "inject", rank, faults=f"{cable}:drop=1/1")
+    elif cables > 1 and random.random() < 0.4:
+        for cable in random.sample(range(cables), random.randint(1, cables - 1)):
+            for rank in random.choice([[0], range(plan["ranks"])]):
+                _add(plan, random, "inject", rank, faults=f"{cable}:drop=1/1")
         plan["wears"] = True
 
 

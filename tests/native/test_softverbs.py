@@ -215,10 +215,10 @@ def test_versions_are_those_of_libibverbs():
 
 @linux
 @pytest.mark.long
-@pytest.mark.parametrize("cables", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cables", [1, *(pytest.param(cables, marks=pytest.mark.long) for cables in (2, 4))])
 def test_engine_on_the_library(run_ranks, library_directory, cables):
     """mlxdist opens it as it opens libibverbs, and everything above runs on memory that it registers."""
-    device = ["soft0", "soft1"][:cables]
+    device = [f"soft{i}" for i in range(cables)]
     outputs = run_ranks(
         "collectives.py", 2, "every", timeout=300,
         environment={

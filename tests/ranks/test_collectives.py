@@ -22,6 +22,16 @@ def test_every_operation_in_one_job(run_ranks, ranks):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("ranks", "links"), [(2, 2), (2, 3), (2, 4), (3, 4)])
+def test_every_operation_over_several_links(run_ranks, ranks, links, transport):
+    environment = {"MLXDIST_LINKS_PER_PEER": str(links), "MLXDIST_SOFT_TRANSPORT": transport}
+    outputs = run_ranks("collectives.py", ranks, *OPERATIONS, timeout=400, environment=environment)
+    for operation, cases in OPERATIONS.items():
+        assert f"{cases} cases of {operation} on {ranks} ranks are exact" in outputs[0]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [5, 8])
 def test_more_ranks_than_cores(run_ranks, ranks):
     outputs = run_ranks("many_ranks.py", ranks, timeout=120)

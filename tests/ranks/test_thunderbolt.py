@@ -44,6 +44,8 @@ def check_closed(output: str, devices: int) -> None:
         (2, "apple-tb5-27", 1),
         pytest.param(4, "apple-tb5", 1, marks=pytest.mark.long),
         pytest.param(3, "apple-tb5", 2, marks=pytest.mark.long),
+        pytest.param(2, "apple-tb5-27", 3, marks=pytest.mark.long),
+        pytest.param(3, "apple-tb5", 4, marks=pytest.mark.long),
     ],
 )
 def test_a_device_for_each_peer_and_cable(run_ranks, ranks, profile, cables):
