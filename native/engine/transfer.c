@@ -33,7 +33,10 @@ static bool is_less_busy(const struct channel *a, const struct channel *b) {
   return !wire_at_least(a->sent, b->sent);
 }
 
-/* The channel for the next piece: of several links the one with the fewest messages on their way, or so far. */
+/* The channel for the next piece: of several links the one with the fewest messages on their way, or so far. So a
+ * transfer of several pieces is striped. Pieces fill a slot: smaller ones for the sake of more links cost more than
+ * they gain wherever it was measured (docs/architecture.md), and no less than a whole slot where the device counts
+ * frames. */
 static struct channel *channel_of(const struct transfer *transfer) {
   struct endpoint *endpoint = &transfer->group_peer->peer->endpoint;
   if (is_small(transfer)) return endpoint_eager(endpoint);
