@@ -59,7 +59,10 @@ def test_a_map_of_one_host():
             [[None, ["a", "a"]], [["b", "c"], None]],
             r"host 0, column 1: a is there twice; each cable has a device of its",
         ),
-        ([[None, [f"d{i}" for i in range(17)]], ["a", None]], r"host 0, column 1: 17 cables; at most 16 can be named, of which 4"),
+        (
+            [[None, [f"d{i}" for i in range(17)]], ["a", None]],
+            r"host 0, column 1: 17 cables; at most 16 can be named, of which 4 are used",
+        ),
         ([[None, "a"], ["b"]], r"the row of host 1 has 1 entries, but there are 2 hosts; write null"),
         ([[None, "a", "b"], ["b", None]], r"the row of host 0 has 3 entries, but there are 2 hosts"),
         ([None, ["a", None]], r"host 0 has no row: a list with an entry for each host$"),

@@ -45,8 +45,8 @@ class Ports(NamedTuple):
 class Choice:
     """The links that one rank uses.
 
-    ``links``: those to each rank, at most MAX_LINKS; ``paths``: what they are; ``ports``: what they go through. There are no
-    links to the rank itself, and to a rank that the device map has no link to, when the user requires RDMA.
+    ``links``: those to each rank, at most MAX_LINKS; ``paths``: what they are; ``ports``: what they go through. There
+    are no links to the rank itself, and to a rank that the device map has no link to, when the user requires RDMA.
     ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs of ranks, both ways, that are connected at all;
     None where every pair is.
     """
@@ -159,16 +159,15 @@ class _Chooser:
             raise _NotConnected(f"the device map has no link between {near.host} and {far.host}")
         nears, fars = ([self._named(node, name) for name in row] for node, row in zip((near, far), names))
         down = [(node, device) for node, row in ((near, nears), (far, fars)) for device in row if not device.is_active]
-        down_texts = [f"host {node.host}: {diagnose_device(device)[0]}" for node, device in down]
+        why = [f"host {node.host}: {diagnose_device(device)[0]}" for node, device in down]
         pairs = _pair_up(nears, fars, (near.host, far.host), one_host)
         if not pairs:
-            raise _NotConnected(down_texts[0])
-        if len(pairs) > MAX_LINKS:
-            down_texts.append(f"at most {MAX_LINKS} are used")
-        if down_texts:
-            used = min(len(pairs), MAX_LINKS)
-            self.unused[low, high] = f"{used} of {len(nears)} cables between {near.host} and {far.host}: {down_texts[0]}"
-        return [_ends(*pair) for pair in pairs[:MAX_LINKS]]
+            raise _NotConnected(why[0])
+        used = pairs[:MAX_LINKS]
+        if len(used) < len(nears):
+            why.append(f"at most {MAX_LINKS} are used")
+            self.unused[low, high] = f"{len(used)} of {len(nears)} cables between {near.host} and {far.host}: {why[0]}"
+        return [_ends(*pair) for pair in used]
 
     def _named(self, node: NodeInfo, name: str) -> Device:
         devices = {device.name: device for device in self._rdma_devices(node)}
