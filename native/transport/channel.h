@@ -173,6 +173,12 @@ static inline bool channel_is_clear(const struct channel* channel) {
   return !channel_is_pending(channel, channel->last_retransmit);
 }
 
+/* Whether the slots have all messages from there on, and none of them waits in the send queue. An acknowledgement that
+ * was late may be of long ago. */
+static inline bool channel_can_skip_after(const struct channel* channel, uint32_t received) {
+  return channel->sent - received <= channel->slots && channel_is_clear(channel);
+}
+
 /* Whether the send queue has room for one more. */
 static inline bool channel_has_request(const struct channel* channel) {
   return channel->open && channel->requests - channel->completed < 2 * channel->slots;

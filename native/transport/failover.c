@@ -45,7 +45,9 @@ static void judge_others(struct endpoint *endpoint, uint32_t link) {
 static int revive(struct endpoint *endpoint, uint32_t link, const struct wire_header *header) {
   struct channel *channels = &endpoint->channels[2 * (size_t)link];
   endpoint->trials[link].replies = 0;
-  if (!channel_is_clear(&channels[WIRE_EAGER]) || !channel_is_clear(&channels[WIRE_BULK])) return MLXDIST_OK;
+  if (!(header->flags & WIRE_LINKS)) return MLXDIST_OK; /* it says nothing of this link */
+  for (uint32_t kind = WIRE_EAGER; kind <= WIRE_BULK; kind++)
+    if (!channel_can_skip_after(&channels[kind], wire_acks(header, link)->ack[kind])) return MLXDIST_OK;
   debug(DEBUG_WARN, "link", "link %u to rank %d works again", link, endpoint->rank);
   endpoint_mark_alive(endpoint, link);
   int status = MLXDIST_OK;
@@ -71,10 +73,7 @@ int failover_on_ack(struct channel *channel, const struct wire_header *header) {
   return ++endpoint->trials[link].replies < FAILOVER_TRIALS ? MLXDIST_OK : revive(endpoint, link, header);
 }
 
-int failover_on_skip(const struct channel *channel) {
-  channel->endpoint->repeating &= ~(1u << channel->index);
-  return MLXDIST_OK;
-}
+void failover_on_skip(const struct channel *channel) { channel->endpoint->repeating &= ~(1u << channel->index); }
 
 static int try_link(struct endpoint *endpoint, uint32_t link) {
   struct channel *channels = &endpoint->channels[2 * (size_t)link];

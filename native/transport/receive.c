@@ -114,8 +114,7 @@ static int process_naks(struct channel *channels, const struct wire_acks *acks, 
 static int process_acks(struct endpoint *endpoint, const struct wire_header *header) {
   uint32_t links = header->flags & WIRE_LINKS ? endpoint->channel_count / 2 : 1;
   int status = MLXDIST_OK;
-  for (uint32_t link = 0; link < links && links > 1; link++)
-    if (((const struct wire_links *)(header + 1))->dead_links >> link & 1) endpoint->repeating |= 3u << 2 * link;
+  if (links > 1) failover_on_dead_links(endpoint, ((const struct wire_links *)(header + 1))->dead_links);
   for (uint32_t link = 0; link < links && !status; link++) {
     const struct wire_acks *acks = wire_acks(header, link);
     struct channel *channels = &endpoint->channels[2 * (size_t)link];
@@ -161,7 +160,10 @@ static int accept(struct channel *channel, struct recv_desc *desc) {
   bool asked = header->kind == WIRE_DATA && header->flags & WIRE_ACK_REQ;
   if (asked) endpoint->ack_now = true;
   if (asked || channel->received - endpoint->last_sent[link].ack[i] >= channel->ack_share) endpoint_mark_ack(endpoint);
-  if (header->kind == WIRE_SKIP) return failover_on_skip(channel);
+  if (header->kind == WIRE_SKIP) {
+    failover_on_skip(channel);
+    return MLXDIST_OK;
+  }
   return channel->transport->callbacks->on_message(endpoint, desc);
 }
 
