@@ -24,7 +24,7 @@ static void test_lost_completions(void) {
   simulation_open(&simulation, 2, &options, true, 1);
   simulation_inject(&simulation, 0, "seed=1,lose=1/100");
   simulation_inject(&simulation, 1, "seed=2,lose=1/100");
-  for (int i = 0; i < 400; i++) REQUIRE(run(&simulation, SIMULATED_SUM, i % 100 ? 8 : 40000) == MLXDIST_OK);
+  for (int i = 0; i < 400; i++) REQUIRE(simulation_sum(&simulation, i % 100 ? 8 : 40000) == MLXDIST_OK);
   for (int rank = 0; rank < 2; rank++) {
     struct verbs_counters counters;
     const struct device *device = &simulation.ranks[rank].group->engine->transport.devices[0];
@@ -40,11 +40,11 @@ static void test_lost_completion_of_a_repetition(void) {
   struct simulation simulation;
   mlxdist_options options = default_options();
   simulation_open(&simulation, 2, &options, true, 1);
-  REQUIRE(run(&simulation, SIMULATED_SUM, 40000) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 40000) == MLXDIST_OK);
   simulation_run(&simulation, SECOND / 5); /* what is confirmed late */
   struct channel *bulk = channel_of(&simulation, 0, WIRE_BULK);
   bulk->completed = (bulk->last_retransmit = bulk->requests) - 1;
-  REQUIRE(run(&simulation, SIMULATED_SUM, 40000) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 40000) == MLXDIST_OK);
   for (int rank = 0; rank < 2; rank++) REQUIRE(channel_of(&simulation, rank, WIRE_BULK)->epoch > 0);
   simulation_close(&simulation);
 }
@@ -77,14 +77,14 @@ static void test_many_work_requests(void) {
   mlxdist_options options = default_options();
   options.timeout = options.entry_timeout = 5;
   simulation_open(&simulation, 2, &options, false, 1);
-  REQUIRE(run(&simulation, SIMULATED_SUM, 40000) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 40000) == MLXDIST_OK);
   simulation_run(&simulation, SECOND / 5);
   for (int rank = 0; rank < 2; rank++)
     for (enum wire_channel kind = WIRE_EAGER; kind <= WIRE_BULK; kind++) {
       struct channel *channel = channel_of(&simulation, rank, kind);
       channel->completed = channel->requests += 1u << 31;
     }
-  REQUIRE(run(&simulation, SIMULATED_SUM, 40000) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 40000) == MLXDIST_OK);
   simulation_close(&simulation);
 }
 
@@ -95,7 +95,7 @@ static void test_completions_lost_for_good(void) {
   options.timeout = options.entry_timeout = 1;
   simulation_open(&simulation, 2, &options, false, 1);
   simulation_inject(&simulation, -1, "lose=1/1");
-  REQUIRE(run(&simulation, SIMULATED_SUM, 8) == MLXDIST_TIMEOUT);
+  REQUIRE(simulation_sum(&simulation, 8) == MLXDIST_TIMEOUT);
   simulation_close(&simulation);
 }
 

@@ -14,14 +14,9 @@ static mlxdist_options options_of(const char *profile, double keepalive, uint32_
   return options;
 }
 
-static int sum(struct simulation *simulation, uint64_t count) {
-  return simulation_run_operation(simulation, (struct simulated_step){.kind = SIMULATED_SUM, .count = count},
-                                  100 * SECOND);
-}
-
 static void sums(struct simulation *simulation) {
   static const uint64_t counts[] = {1, 900, LARGE, 10, LARGE};
-  for (int i = 0; i < 5; i++) REQUIRE(sum(simulation, counts[i]) == MLXDIST_OK);
+  for (int i = 0; i < 5; i++) REQUIRE(simulation_sum(simulation, counts[i]) == MLXDIST_OK);
 }
 
 /* Opens ranks that have exchanged something, all of which is confirmed. */
@@ -62,7 +57,7 @@ static void test_silence(int32_t size, const char *profile, uint32_t cables) {
   open_ranks(&simulation, size, &options, true);
   simulation_inject(&simulation, -1, "idle=100");
   simulation_run(&simulation, SECOND / 2);
-  REQUIRE(sum(&simulation, LARGE) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, LARGE) == MLXDIST_OK);
   simulation_inject(&simulation, -1, "idle=0");
   sums(&simulation);
   for (int32_t rank = 0; rank < size; rank++) {
@@ -81,7 +76,7 @@ static void test_silence_for_good(void) {
   open_ranks(&simulation, 2, &options, false);
   simulation_inject(&simulation, -1, "idle=50");
   simulation_run(&simulation, SECOND / 5);
-  REQUIRE(sum(&simulation, 10) == MLXDIST_TIMEOUT);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_TIMEOUT);
   simulation_close(&simulation);
 }
 
@@ -94,7 +89,7 @@ static void test_pulled(void) {
   simulation_inject(&simulation, -1, "link=down");
   simulation_run(&simulation, 2 * SECOND);
   for (int rank = 0; rank < 2; rank++) posted[rank] = simulation_stats(&simulation, rank).provider_sends;
-  REQUIRE(sum(&simulation, 10) == MLXDIST_TRANSPORT);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_TRANSPORT);
   REQUIRE(strstr(mlxdist_last_error(), "the port of device soft0, by which rank "));
   REQUIRE(strstr(mlxdist_last_error(), "is the cable plugged in at both ends?"));
   for (int rank = 0; rank < 2; rank++) REQUIRE(simulation_stats(&simulation, rank).provider_sends == posted[rank]);

@@ -14,11 +14,6 @@ static void break_queue_pair(const struct simulated_rank *rank, int32_t peer, ui
     REQUIRE(broken->device->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
 }
 
-static int sum(struct simulation *simulation, uint64_t count) {
-  return simulation_run_operation(simulation, (struct simulated_step){.kind = SIMULATED_SUM, .count = count},
-                                  100 * SECOND);
-}
-
 static void test_broken(int32_t size, bool by_all) {
   static const uint64_t counts[] = {1, 900, 40000, 300001};
   struct simulation simulation;
@@ -28,7 +23,7 @@ static void test_broken(int32_t size, bool by_all) {
   for (int i = 0; i < 60; i++) {
     for (int32_t rank = 0; rank < (by_all ? size : 1) && i % 3 == 0; rank++)
       break_queue_pair(&simulation.ranks[rank], (rank + 1) % size, (uint64_t)(i / 3 % 2));
-    REQUIRE(sum(&simulation, counts[i % 4]) == MLXDIST_OK);
+    REQUIRE(simulation_sum(&simulation, counts[i % 4]) == MLXDIST_OK);
   }
   for (int32_t rank = 0; rank < (by_all ? size : 1); rank++)
     REQUIRE(simulation_stats(&simulation, rank).reconnections > 0);
@@ -58,6 +53,27 @@ static void test_broken_meanwhile(int32_t size) {
   simulation_close(&simulation);
 }
 
+/* One rank gives a link up, whose queue pairs fail for good there. Its peers have nothing on the way that could tell
+ * them: what they acknowledge and send by it is lost. */
+static void test_given_up(int32_t size, enum simulated_kind kind) {
+  struct simulation simulation;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.links_per_peer = 2;
+  options.bulk_slots = 2;
+  options.timeout = options.entry_timeout = 60;
+  simulation_open(&simulation, size, &options, true, 1);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_OK);
+  simulation_inject(&simulation, size - 1, "0:error=1/1");
+  for (int i = 0; i < 20; i++) {
+    struct simulated_step step = {.kind = kind, .count = i % 2 ? 10 : 100000, .root = i % size};
+    REQUIRE(simulation_run_operation(&simulation, step, 100 * SECOND) == MLXDIST_OK);
+  }
+  for (int32_t rank = 0; rank < size - 1; rank++)
+    REQUIRE(simulation.ranks[rank].group->engine->peers[size - 1].endpoint.dead_links == 1);
+  simulation_close(&simulation);
+}
+
 /* Where nothing but the queue pair joins the ranks, it fails as it did. */
 static void test_without_side_channel(void) {
   struct simulation simulation;
@@ -66,7 +82,7 @@ static void test_without_side_channel(void) {
   options.timeout = options.entry_timeout = 1;
   simulation_open(&simulation, 2, &options, false, 1);
   for (int32_t rank = 0; rank < 2; rank++) break_queue_pair(&simulation.ranks[rank], !rank, 0);
-  REQUIRE(sum(&simulation, 10) == MLXDIST_TRANSPORT);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_TRANSPORT);
   REQUIRE(strstr(mlxdist_last_error(), "completed with WR_FLUSH_ERR: the queue pair was in the error state"));
   simulation_close(&simulation);
 }
@@ -110,7 +126,7 @@ static void test_refused(const char *verb, int channel, bool by_both) {
   mlxdist_default_options(&options);
   options.timeout = options.entry_timeout = channel % 2 ? 30 : 1;
   simulation_open(&simulation, 2, &options, true, 1);
-  REQUIRE(sum(&simulation, 10) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_OK);
   for (int32_t rank = 0; rank < (by_both ? 2 : 1); rank++) {
     refuse(&simulation.ranks[rank], verb);
     break_queue_pair(&simulation.ranks[rank], !rank, (uint64_t)channel);
@@ -140,7 +156,7 @@ static void test_peer_asks(void) {
   mlxdist_options options;
   mlxdist_default_options(&options);
   simulation_open(&simulation, 2, &options, true, 1);
-  REQUIRE(sum(&simulation, 10) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_OK);
   for (int32_t rank = 0; rank < 2; rank++) {
     refuse(&simulation.ranks[rank], "create_qp");
     struct endpoint *endpoint = &simulation.ranks[rank].group->engine->peers[!rank].endpoint;
@@ -159,6 +175,8 @@ int main(void) {
     test_broken(size, true);
     test_broken_meanwhile(size);
   }
+  for (int32_t size = 2; size <= 3; size++)
+    for (int kind = 0; kind < SIMULATED_KINDS; kind++) test_given_up(size, (enum simulated_kind)kind);
   test_without_side_channel();
   test_refused("create_qp", 0, false);
   test_refused("create_qp", 1, false);

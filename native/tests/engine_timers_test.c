@@ -9,11 +9,6 @@ static mlxdist_options default_options(void) {
   return options;
 }
 
-static int sum(struct simulation *simulation, uint64_t count) {
-  return simulation_run_operation(simulation, (struct simulated_step){.kind = SIMULATED_SUM, .count = count},
-                                  100 * SECOND);
-}
-
 /* Both ranks' cables are pulled for a while, and put back, in the middle of it all. */
 static void test_link_flaps(void) {
   struct simulation simulation;
@@ -42,7 +37,7 @@ static void test_late_repetitions(void) {
   options.bulk_slots = 2;
   simulation_open(&simulation, 2, &options, true, 1);
   simulation_inject(&simulation, 0, "delay=60000");
-  for (int i = 0; i < 10; i++) REQUIRE(sum(&simulation, i % 2 ? 5000 : 60000) == MLXDIST_OK);
+  for (int i = 0; i < 10; i++) REQUIRE(simulation_sum(&simulation, i % 2 ? 5000 : 60000) == MLXDIST_OK);
   REQUIRE(simulation_stats(&simulation, 0).retransmissions > 0);
   simulation_close(&simulation);
 }
@@ -64,7 +59,7 @@ static void test_deadline(int32_t size, bool enters) {
   options.entry_timeout = 300;
   options.timeout = 60;
   simulation_open(&simulation, size, &options, true, 1);
-  REQUIRE(sum(&simulation, 10) == MLXDIST_OK);
+  REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_OK);
   uint64_t begun = simulation.now_ns;
   for (int32_t rank = 0; rank < size - !enters; rank++)
     simulated_start(&operations[rank], simulation.ranks[rank].group,

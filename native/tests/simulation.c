@@ -46,6 +46,9 @@ static void connect_all(struct simulation *simulation) {
     REQUIRE(mlxdist_group_connect(group, addresses, each * (uint64_t)simulation->size) == MLXDIST_OK);
     progress_stop(group->engine);
   }
+  /* Not by the cores of this machine: the choice of an algorithm depends on it. */
+  bool crowded = simulation_draw(simulation, 2);
+  for (int rank = 0; rank < simulation->size; rank++) simulation->ranks[rank].group->engine->crowded = crowded;
 }
 
 void simulation_open(struct simulation *simulation, int32_t size, const mlxdist_options *options, bool side_channel,
@@ -123,6 +126,11 @@ int simulation_run_operation(struct simulation *simulation, struct simulated_ste
     status = own;
   }
   return status;
+}
+
+int simulation_sum(struct simulation *simulation, uint64_t count) {
+  return simulation_run_operation(simulation, (struct simulated_step){.kind = SIMULATED_SUM, .count = count},
+                                  100 * SECOND);
 }
 
 mlxdist_stats simulation_stats(const struct simulation *simulation, int32_t rank) {

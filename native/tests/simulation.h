@@ -49,7 +49,7 @@ void simulation_close(struct simulation* simulation);
 /* A number below `limit`, which is not 0. */
 uint64_t simulation_draw(struct simulation* simulation, uint64_t limit);
 
-/* A turn of one rank that does not sleep. */
+/* A turn of one rank, which passes while that sleeps. */
 void simulation_turn(struct simulation* simulation);
 
 /* Turns until so much time has passed. */
@@ -58,6 +58,9 @@ void simulation_run(struct simulation* simulation, uint64_t ns);
 /* Starts an operation on all ranks and runs until all have ended, which must be within `limit_ns`. Returns the status,
  * which must be the same on all. */
 int simulation_run_operation(struct simulation* simulation, struct simulated_step step, uint64_t limit_ns);
+
+/* Such a sum of `count` numbers, within 100 s. */
+int simulation_sum(struct simulation* simulation, uint64_t count);
 
 mlxdist_stats simulation_stats(const struct simulation* simulation, int32_t rank);
 

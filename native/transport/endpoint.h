@@ -35,6 +35,7 @@ struct endpoint {
 
   atomic_uint reconnects_pending; /* channels with a new queue pair that the peer has not heard of, as a mask */
   uint32_t dead_links;            /* links that this rank does not send by, as a mask */
+  uint32_t peer_dead_links;       /* those of the peer, as it said last */
   uint32_t probe_links;           /* links on which the peer wants a reply */
   uint32_t suspects;  /* channels whose link is dead if a reply of the peer on another one says so, as a mask */
   uint32_t repeating; /* channels of links that the peer holds for dead: what they bring may have come by another

@@ -73,6 +73,20 @@ int failover_on_ack(struct channel *channel, const struct wire_header *header) {
   return ++endpoint->trials[link].replies < FAILOVER_TRIALS ? MLXDIST_OK : revive(endpoint, link, header);
 }
 
+void failover_on_dead_links(struct endpoint *endpoint, uint32_t links) {
+  uint32_t known = endpoint->peer_dead_links;
+  links &= (1u << endpoint->channel_count / 2) - 1; /* it comes from another process */
+  endpoint->peer_dead_links = links;
+  for (uint32_t left = links; left; left &= left - 1) {
+    uint32_t link = (uint32_t)__builtin_ctz(left);
+    endpoint->repeating |= 3u << 2 * link;
+    if (known >> link & 1 || is_dead(endpoint, link) || link_other(endpoint, link) < 0) continue;
+    debug(DEBUG_WARN, "link", "link %u to rank %d is dead, as that finds; what it carried goes by another one", link,
+          endpoint->rank);
+    endpoint_mark_dead(endpoint, link);
+  }
+}
+
 void failover_on_skip(const struct channel *channel) { channel->endpoint->repeating &= ~(1u << channel->index); }
 
 static int try_link(struct endpoint *endpoint, uint32_t link) {

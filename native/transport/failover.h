@@ -32,10 +32,10 @@ int failover_on_ack(struct channel* channel, const struct wire_header* header);
 /* A message without content has come in order: what follows on this link is new. */
 void failover_on_skip(const struct channel* channel);
 
-/* The peer holds these links for dead, as a mask: what they bring from now on may have come by another. */
-static inline void failover_on_dead_links(struct endpoint* endpoint, uint32_t links) {
-  for (; links; links &= links - 1) endpoint->repeating |= 3u << 2 * __builtin_ctz(links);
-}
+/* The peer holds these links for dead, as a mask: what they bring from now on may have come by another. This rank uses
+ * them no more, either: the peer may have given up their queue pairs, and neither says nor receives anything there.
+ * Once only: the two ranks find at different times that one works again. */
+void failover_on_dead_links(struct endpoint* endpoint, uint32_t links);
 
 /* Replies where the peer has asked for it. */
 int failover_reply(struct endpoint* endpoint);

@@ -128,12 +128,21 @@ void transport_close(struct transport *transport) {
   free(transport->devices);
 }
 
+/* Where the queue pair is given up and not replaced, the device is done with the request all the same. */
+static int complete_failed(struct channel *channel, const struct ibv_wc *wc) {
+  uint32_t epoch = channel->epoch;
+  int status = reconnect_begin(channel, wc->status);
+  bool is_send = wc->wr_id >> 63;
+  if (!status && is_send && channel->epoch == epoch) channel_complete(channel, (uint32_t)wc->wr_id);
+  return status;
+}
+
 static int complete(struct transport *transport, const struct ibv_wc *wc) {
   struct endpoint *endpoint = transport->endpoints[wc->wr_id >> 32 & 0xffff];
   struct channel *channel = &endpoint->channels[wc->wr_id >> 48 & (WIRE_CHANNELS - 1)];
   if ((wc->wr_id >> 51 & CHANNEL_EPOCHS) != (channel->epoch & CHANNEL_EPOCHS))
     return MLXDIST_OK; /* of an earlier one */
-  if (wc->status != IBV_WC_SUCCESS) return reconnect_begin(channel, wc->status);
+  if (wc->status != IBV_WC_SUCCESS) return complete_failed(channel, wc);
   if (!(wc->wr_id >> 63)) return receive_complete(channel, (uint32_t)wc->wr_id, wc->byte_len);
   channel_complete(channel, (uint32_t)wc->wr_id);
   return MLXDIST_OK;

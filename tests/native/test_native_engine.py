@@ -1,7 +1,7 @@
 """The engine, tested in C, also under sanitizers: native/tests/engine_*_test.c say what is checked."""
 
+import random
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -74,9 +74,10 @@ def test_simulation(tmp_path):
     [(["-O2"], 1000), pytest.param(SANITIZE_MEMORY, 200, marks=pytest.mark.sanitize)],
     ids=["optimized", "memory"],
 )
-def test_simulation_of_other_seeds(tmp_path, flags, runs):
-    """Those of this day, so that the runs of a year are as many as days in it. A failure prints the seed."""
-    run_simulation(build_simulation(tmp_path, "simulation_test", flags), date.today().toordinal() * 10000, runs, 900)
+def test_simulation_of_other_seeds(tmp_path, pytestconfig, flags, runs):
+    """Seeds that ``--choice`` chooses, as it does the long tests of CI. A failure prints the seed."""
+    first = random.Random(pytestconfig.getoption("--choice")).randrange(1 << 32)
+    run_simulation(build_simulation(tmp_path, "simulation_test", flags), first, runs, 900)
 
 
 @pytest.mark.parametrize("name", ["operation_test", "places_test"])
