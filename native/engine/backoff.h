@@ -18,9 +18,9 @@ struct backoff {
   uint32_t sleep_ns;
 };
 
-/* Whether there are more ranks than cores. Then waits hardly spin: a peer may need the core to send what is
- * waited for. */
-void backoff_set_crowded(bool crowded);
+/* Whether there are more ranks than cores. Then waits hardly spin, and sleep soon: a peer may need the core to send
+ * what is waited for. */
+void backoff_set_crowded(bool is_so);
 
 /* Whether the next pause only spins: it is too short to let go of a lock. */
 bool backoff_spins(const struct backoff* backoff);
