@@ -63,13 +63,16 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
   const struct engine *engine = group->engine;
   uint64_t bytes = layout ? layout_bytes(layout) : 0;
   if (group->size == 1) return MLXDIST_DIRECT;
-  if (!group->fully_connected) return MLXDIST_RING; /* the only one that keeps to the links that there are */
+  /* The only one that keeps to the links that there are. AUTO: the operation cannot be carried out. */
+  if (!group->fully_connected) return has(group, operation, MLXDIST_RING) ? MLXDIST_RING : MLXDIST_AUTO;
   if (has(group, operation, engine->options.algo)) return engine->options.algo;
   for (uint64_t i = 0; i < engine->tuning_lines; i++) {
     const mlxdist_tuning *line = &engine->tuning[i];
     if (line->operation == (int32_t)operation && line->ranks == group->size && line->hosts == group->hosts &&
-        bytes <= line->bytes && has(group, operation, line->algorithm))
-      return line->algorithm;
+        bytes <= line->bytes) {
+      if (has(group, operation, line->algorithm)) return line->algorithm;
+      break; /* it was measured in a hierarchy, which these have not, of as many ranks on as many hosts */
+    }
   }
   return by_default(group, operation, bytes);
 }

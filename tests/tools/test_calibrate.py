@@ -321,6 +321,14 @@ def test_a_dry_run_saves_nothing(tuned):
 
 
 @pytest.mark.long
+def test_no_algorithm_to_choose_in_a_ring_of_cables(tuned, monkeypatch):
+    """Every operation has one algorithm there, or none."""
+    monkeypatch.setenv("MLXDIST_TOPOLOGY", "0-1,1-2,2-3,3-0")
+    words = ["calibrate", "--only", "algorithms", "-n", "4", "--max", "1KiB", "--repeats", "3", "--dry-run"]
+    job = mlxdist_command(*words, timeout=240)
+    assert job.returncode == 0 and "4 ranks, hosts: 1" in job.stdout, job.stderr
+
+
 def test_algorithms_and_experts_are_saved_for_jobs(tuned):
     """For two ranks and for three; and a job uses them."""
     words = ["calibrate", "--only", "algorithms,experts", "--max", "1KiB", "--repeats", "3", "--force"]

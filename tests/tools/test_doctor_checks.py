@@ -282,6 +282,7 @@ def test_sleep(power, verdict):
         ({"systemd": {"masked": True, "idle": ""}}, Verdict.SKIP, "pmset"),
         ({"pmset": {"displaysleep": 10, "lowpowermode": 0}, "speed": 100}, Verdict.OK, "full power"),
         ({"pmset": {"displaysleep": 10, "powermode": 2}, "speed": 100}, Verdict.OK, "full power"),
+        ({"pmset": {"displaysleep": 10, "powermode": 2}, "speed": None}, Verdict.OK, "pmset says nothing of heat"),
         ({"pmset": {"displaysleep": 10, "lowpowermode": 1}, "speed": 100}, Verdict.WARN, "Low Power Mode"),
         ({"pmset": {"displaysleep": 10, "powermode": 1}, "speed": 100}, Verdict.WARN, "Low Power Mode"),
         ({"pmset": {"displaysleep": 10}, "speed": 28}, Verdict.WARN, "heat leaves 28 %"),

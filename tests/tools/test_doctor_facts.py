@@ -39,12 +39,12 @@ SYNTHETIC_PORTS = {"Ethernet": "en0", "Wi-Fi": "en1", "Thunderbolt 2": "en5", "T
 def test_what_macos_prints():
     assert power.power_settings(SYNTHETIC_PMSET)["sleep"] == 1
     assert power.power_settings(SYNTHETIC_PMSET)["SleepDisabled"] == 0
-    assert power.speed_limit(HOT) == 28 and power.speed_limit(COOL) == 100
+    assert power.speed_limit(HOT) == 28 and power.speed_limit(COOL) is None
     assert system.vm_statistics(SYNTHETIC_VM_STAT) == 151_500 * 16384
     assert facts.kernel_objects("AppleThunderboltRDMAProtectionDomain = 3\n") == 3
     assert interfaces.default_interface(SYNTHETIC_ROUTE) == "en5"
     for text in ("", "garbage", "\0" * 100):
-        assert power.power_settings(text) == {} and power.speed_limit(text) == 100
+        assert power.power_settings(text) == {} and power.speed_limit(text) is None
         assert system.vm_statistics(text) is None
         assert (
             facts.kernel_objects(text) is None

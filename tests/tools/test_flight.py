@@ -60,7 +60,7 @@ def ended(name="all_sum", sequence=411, call_site="train.py:80", **fields):
 
 def record(rank, *operations, size=4, **fields):
     return {
-        "schema": 1,
+        "schema": 2,
         "job": "job",
         "rank": rank,
         "size": size,
@@ -238,7 +238,7 @@ def test_trace_has_what_a_stage_has_computed(tmp_path):
         ("[]", "object"),
         ("[" * 100_000, "nested too deeply"),
         (b'{"schema": "\xff"}', "byte 12 is not UTF-8"),
-        (json.dumps(record(0, schema=2)), "schema is 2"),
+        (json.dumps(record(0, schema=1)), "schema is 1"),
         (json.dumps(record(1)), "rank is 1"),
         (json.dumps(record(0, size=0)), "size is 0"),
         (json.dumps(record(0, wall_ns=10**30)), "wall_ns is 1000"),

@@ -52,7 +52,7 @@ def test_problems(settings, heat, slows, others):
 
 def test_what_a_rank_sends_is_checked():
     assert build(Power, {"low_power": None, "speed": 100, "display_sleep": None}) == Power(None, 100, None)
-    for wrong in ({"low_power": "sleep"}, {"speed": -1}, {"speed": None}, {"display_sleep": "never"}):
+    for wrong in ({"low_power": "sleep"}, {"speed": -1}, {"display_sleep": "never"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             build(Power, {"low_power": "powermode", "speed": 28, "display_sleep": 0} | wrong)
 
@@ -69,6 +69,7 @@ def test_readings_are_made_while_they_are_requested(tmp_path, monkeypatch):
     """The first request does not wait for one, and those that follow at once start no others."""
     install_pmset(tmp_path, SYNTHETIC_PMSET, HOT)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("mlxdist.runtime.diagnostics.power._PERIOD_SECONDS", 1e6)
     watch = PowerWatch()
     assert calls_of(tmp_path) == [] and watch.last() is None
     assert wait_for(lambda: watch.last() == Power(None, 28, 10))

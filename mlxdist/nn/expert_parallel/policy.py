@@ -95,15 +95,15 @@ class LinkCosts:
             if shape == (known["provider"], known["ranks"], known["hosts"]) and len(costs) == len(COLLECTIVES):
                 provider, ranks, hosts = shape
                 return cls(provider, ranks, costs, known["plan"], measured=True, hosts=hosts)
-        return cls.assumed(group.provider, group.size())
+        return cls.assumed(*shape)
 
     @classmethod
-    def assumed(cls, provider: str, ranks: int) -> LinkCosts:
-        """The costs to expect of ``provider`` between ``ranks`` ranks. The choice is better with `calibrate`."""
+    def assumed(cls, provider: str, ranks: int, hosts: int = 1) -> LinkCosts:
+        """The costs to expect of ``provider``. With `mlxdist calibrate` the choice is better."""
         known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
         cost = max(known, key=lambda cost: cost.seconds(SMALL), default=_ASSUMED["soft"])
         # Two collectives, and the host waits for both: about one latency each.
-        return cls(provider, ranks, dict.fromkeys(COLLECTIVES, cost), plan=4 * cost.latency)
+        return cls(provider, ranks, dict.fromkeys(COLLECTIVES, cost), plan=4 * cost.latency, hosts=hosts)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ __all__ = [
     "read_flight_record",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 STREAM_LANE = 0x7FFF  # mlxdist_group_stream_lane()
 MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
 MAX_THREADS = 64

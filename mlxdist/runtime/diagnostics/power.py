@@ -9,7 +9,7 @@ from mlxdist.runtime.internal_thread import InternalThread
 __all__ = ["PowerWatch", "read_power"]
 
 _PERIOD_SECONDS = 10.0
-_COMMAND_SECONDS = 10.0
+_COMMAND_SECONDS = 4.0  # two of them within a period
 
 
 class PowerWatch:
@@ -18,18 +18,19 @@ class PowerWatch:
     def __init__(self) -> None:
         self._pmset = shutil.which("pmset")  # which only macOS has
         self._last: Power | None = None
-        self._due = 0.0  # by the monotonic clock
+        self._due = self._expires = 0.0  # by the monotonic clock
 
     def last(self) -> Power | None:
-        """The last reading; starts another one where that is some seconds old. None before the first has ended."""
+        """The last reading; starts another one where that is some seconds old. None where there is none of the last
+        periods: one that a request of long ago has started says nothing of now."""
         now = time.monotonic()
         if self._pmset is not None and now >= self._due:
             self._due = now + _PERIOD_SECONDS
             InternalThread(target=self._read, args=[self._pmset], name="mlxdist power", daemon=True).start()
-        return self._last
+        return self._last if now < self._expires else None
 
     def _read(self, pmset: str) -> None:
-        self._last = read_power(pmset)
+        self._last, self._expires = read_power(pmset), time.monotonic() + 3 * _PERIOD_SECONDS
 
 
 def read_power(pmset: str) -> Power | None:

@@ -70,7 +70,7 @@ class EngineGroup:
 
     @property
     def hosts(self) -> int:
-        """How many hosts its ranks are on."""
+        """The number of hosts of its ranks."""
         self.require_open()
         return 1 if self.native is None else int(lib.mlxdist_group_hosts(self.native))
 

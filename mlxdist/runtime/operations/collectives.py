@@ -80,7 +80,7 @@ def all_sum(x: Array, **options: Unpack[Options]) -> Array:
 
     float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    # Most calls: MLX's own operation with nothing to check but the group. The rest of this is half of a small sum.
+    # Calls that name a group and nothing else: MLX's own operation. All that follows here is half of a small sum.
     group = options.get("group")
     if type(group) is Group and len(options) == 1 and type(x) is mx.array and current_path() is None:
         return mx.distributed.all_sum(x, group=group.mlx)

@@ -231,7 +231,7 @@ class Rendezvous:
         """Sends GOODBYE: that this rank's connection ends is no failure then.
 
         Rank 0 serves the others until they have left too, or died, but at most ``linger`` seconds; 1 second once the
-        group has failed.
+        group has failed; and one second more where a rank does not receive what it was sent.
         """
         if self._forked or self._closed:
             return

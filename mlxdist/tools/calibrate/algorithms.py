@@ -92,5 +92,6 @@ def show_algorithms(results: dict[str, Any], console: Console, rows: list[Row]) 
         default = next(iter(row.values()))["default"]
         lines.append([case["operation"], tables.size(size) if size else "", *medians, default, best])
     columns = ["operation", "input", *ALGORITHMS, "by default", "in the file"]
-    title = f"{rows[0].ranks} ranks, hosts: {rows[0].hosts}; microseconds per operation: median"
+    setup = results["setup"]
+    title = f"{setup['ranks']} ranks, hosts: {setup['host_count']}; microseconds per operation: median"
     console.print(table_of(title, columns, lines))

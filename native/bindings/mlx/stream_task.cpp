@@ -10,8 +10,8 @@
 
 namespace mlxdist {
 
-/* All that have their place, in that order, and so in that of their streams. Linked by themselves: every operation
- * makes one. Never destroyed: MLX's threads outlive the statics. */
+/* All that have their place, in the order in which they were listed: of one stream, that of its tasks. Linked by
+ * themselves: every operation makes one. Never destroyed: MLX's threads outlive the statics. */
 static auto& tasks_mutex = *new std::mutex;
 static StreamTask* first_task;
 static StreamTask* last_task;

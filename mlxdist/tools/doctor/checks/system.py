@@ -171,7 +171,7 @@ def check_sleep(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
 def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     """Checks that a Mac gives its GPU full speed, and that no display ends long work of it."""
     power = facts["power"]
-    mac, speed = power.get("pmset", {}), power.get("speed", 100)
+    mac, speed = power.get("pmset", {}), power.get("speed")
     if not mac:
         yield skip(host.name, "pmset says nothing of its power")
         return
@@ -179,7 +179,8 @@ def check_power(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
         (warn if problem.slows else note)(host.name, problem.text, problem.remedy)
         for problem in Power.of(mac, speed).problems()
     ]
-    yield from problems or [ok(host.name, "full power, no heat, and its display may sleep")]
+    heat = "pmset says nothing of heat" if speed is None else "no heat"
+    yield from problems or [ok(host.name, f"full power, its display may sleep, and {heat}")]
 
 
 @each_host("facts")
