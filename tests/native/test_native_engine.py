@@ -17,10 +17,10 @@ from native_build import (
 )
 
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes()]
-NAMES = [f"engine{part}_test" for part in ("", "_faults", "_failover", "_apple", "_odd")]
-SLOW = [f"engine{part}_test" for part in ("", "_faults", "_failover")]
+NAMES = [f"engine{part}_test" for part in ("", "_faults", "_apple", "_odd")]
+SLOW = [f"engine{part}_test" for part in ("", "_faults")]
 # Time is an input: native/tests/simulation.h.
-SIMULATED = [f"engine{part}_test" for part in ("_completions", "_keepalive", "_reconnect", "_timers")]
+SIMULATED = [f"engine{part}_test" for part in ("_completions", "_failover", "_keepalive", "_reconnect", "_timers")]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {"optimized": ["-O2"], "memory": SANITIZE_MEMORY, "threads": [*SANITIZE_THREADS, "-DWORLD_THREADS"]}
 
@@ -49,7 +49,10 @@ def build_simulation(directory: Path, name: str, flags: list[str]) -> Path:
     [["-O2"], pytest.param(SANITIZE_MEMORY, marks=[pytest.mark.sanitize, pytest.mark.long])],
     ids=["optimized", "memory"],
 )
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name == "engine_failover_test" else []) for name in SIMULATED],
+)
 def test_simulated_engine(tmp_path, name, flags):
     assert f"{name} passed" in run_program(build_simulation(tmp_path, name, flags))
 
