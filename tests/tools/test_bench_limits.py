@@ -30,7 +30,7 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a transfer needs two core
 )
 def test_transfer_in_c(tmp_path, variant):
     parts = [NATIVE / "tests" / "limits_test.c"]
-    parts += [NATIVE / "transport" / f"{name}.c" for name in ("core_transfer", "error", "thread")]
+    parts += [NATIVE / "transport" / f"{name}.c" for name in ("core_transfer", "error", "steady_clock", "thread")]
     flags = [f"-I{NATIVE / 'include'}", "-D_DEFAULT_SOURCE", *VARIANTS[variant]]
     assert "0 failed" in run_program(build_program(tmp_path / "limits", parts, flags))
 

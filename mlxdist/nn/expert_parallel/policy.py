@@ -99,7 +99,10 @@ class LinkCosts:
 
     @classmethod
     def assumed(cls, provider: str, ranks: int, hosts: int = 1) -> LinkCosts:
-        """The costs to expect of ``provider``. With `mlxdist calibrate` the choice is better."""
+        """The costs to expect of ``provider`` between ``ranks`` ranks on ``hosts`` hosts.
+
+        With `mlxdist calibrate` the choice is better.
+        """
         known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
         cost = max(known, key=lambda cost: cost.seconds(SMALL), default=_ASSUMED["soft"])
         # Two collectives, and the host waits for both: about one latency each.
