@@ -4,7 +4,7 @@
 
 #define LARGE 300001
 #define STRIPED 1000003 /* pieces enough for all cables */
-#define COPIED 40000 /* an operation ends before what left of it has left the send queue */
+#define COPIED 40000    /* an operation ends before what left of it has left the send queue */
 
 static uint64_t bytes_by(const struct simulation *simulation, int32_t rank, uint32_t cable) {
   struct verbs_counters counters = {0};
