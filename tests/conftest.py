@@ -142,8 +142,8 @@ def imported_by_collection(request: pytest.FixtureRequest) -> frozenset[str]:
 
 @pytest.fixture(autouse=True, scope="session")
 def folders_of_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What killed processes leave, such as protection domains in use, must not meet the next session; nor does the
-    user's tuning file decide anything here."""
+    """Sets folders of this session: killed processes leave protection domains in use, which must not meet the next
+    one, and the user's tuning file decides nothing here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))

@@ -12,7 +12,7 @@
 #define CROWDED_SPIN_TURNS 2
 #define YIELD_NS 20000000u /* 20 ms: a peer that is later than that is computing, not sending */
 /* Where ranks share cores a thread that yields may be the next to run all the same: Linux chooses by what each has had.
- * 4 ranks on 2 busy cores yielded 34 to 51 times an operation, and took two to three times as long as with naps. */
+ * Beside two busy programs on two cores an 8 KiB all_sum of 4 ranks took 1.6 ms; with naps it takes 0.22. */
 #define CROWDED_YIELDS 40
 #define NAP_NS 1000u /* Linux adds 50 us to it */
 #define FIRST_SLEEP_NS 50000u

@@ -43,7 +43,7 @@ static struct channel *channel_of(const struct transfer *transfer) {
   struct channel *best = 0;
   for (uint32_t i = WIRE_BULK; i < endpoint->channel_count; i += 2) {
     struct channel *channel = &endpoint->channels[i];
-    if (endpoint->dead_links >> i / 2 & 1) continue;
+    if (link_is_dead(endpoint, i / 2)) continue;
     if (!best || is_less_busy(channel, best)) best = channel;
   }
   return best;

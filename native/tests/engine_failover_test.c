@@ -28,12 +28,19 @@ static uint32_t messages_by(const struct simulation *simulation, int32_t rank, u
   return sent;
 }
 
+static void sums(struct simulation *simulation, int large, int small) {
+  for (int i = 0; i < large; i++) REQUIRE(simulation_sum(simulation, LARGE) == MLXDIST_OK);
+  for (int i = 0; i < small; i++) REQUIRE(simulation_sum(simulation, 10) == MLXDIST_OK);
+}
+
+/* Opens ranks that have exchanged something. */
 static void open_ranks(struct simulation *simulation, int32_t size, uint32_t cables, double timeout, uint64_t seed) {
   mlxdist_options options;
   mlxdist_default_options(&options);
   options.links_per_peer = cables;
   options.timeout = options.entry_timeout = timeout;
   simulation_open(simulation, size, &options, false, seed);
+  sums(simulation, 1, 1);
 }
 
 /* "2:drop=1/1"; of all ranks with -1. */
@@ -41,11 +48,6 @@ static void inject(const struct simulation *simulation, int32_t rank, uint32_t c
   char faults[64];
   snprintf(faults, sizeof faults, "%u:%s", cable, fault);
   simulation_inject(simulation, rank, faults);
-}
-
-static void sums(struct simulation *simulation, int large, int small) {
-  for (int i = 0; i < large; i++) REQUIRE(simulation_sum(simulation, LARGE) == MLXDIST_OK);
-  for (int i = 0; i < small; i++) REQUIRE(simulation_sum(simulation, 10) == MLXDIST_OK);
 }
 
 static bool have_dead(const struct simulation *simulation, uint32_t dead) {
@@ -82,7 +84,6 @@ static void test_all_are_used(int32_t size, uint32_t cables) {
 static void test_one_dies(uint32_t cables, uint32_t cable, int32_t rank) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 30, 1);
-  sums(&simulation, 1, 0);
   inject(&simulation, rank, cable, "drop=1/1");
   sums(&simulation, 3, 0);
   uint32_t before = messages_by(&simulation, 0, cable);
@@ -126,7 +127,6 @@ static void test_die_one_after_the_other(int32_t size, uint32_t cables, uint64_t
 static void test_die_together(uint32_t cables) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 30, 1);
-  sums(&simulation, 1, 1);
   for (uint32_t cable = 0; cable + 1 < cables; cable++) inject(&simulation, -1, cable, "drop=1/1");
   sum_until(&simulation, LARGE, (1u << (cables - 1)) - 1);
   simulation_close(&simulation);
@@ -135,7 +135,6 @@ static void test_die_together(uint32_t cables) {
 static void test_all_die(uint32_t cables) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 2, 1);
-  sums(&simulation, 1, 1);
   for (uint32_t cable = 0; cable < cables; cable++) inject(&simulation, -1, cable, "drop=1/1");
   REQUIRE(simulation_sum(&simulation, LARGE) == MLXDIST_TIMEOUT);
   REQUIRE(strstr(mlxdist_last_error(), "for rank 0"));
@@ -146,7 +145,6 @@ static void test_all_die(uint32_t cables) {
 static void test_come_back(int32_t size, uint32_t cables) {
   struct simulation simulation;
   open_ranks(&simulation, size, cables, 30, 1);
-  sums(&simulation, 1, 1);
   for (uint32_t cable = 0; cable < cables; cable++) {
     inject(&simulation, -1, cable, "link=down");
     sum_until(&simulation, LARGE, 1u << cable);
@@ -165,7 +163,6 @@ static void test_come_back(int32_t size, uint32_t cables) {
 static void test_one_is_late(uint32_t cables, uint32_t cable) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 30, 1);
-  sums(&simulation, 1, 1);
   inject(&simulation, -1, cable, "delay=2000000");
   sum_until(&simulation, COPIED, 1u << cable);
   inject(&simulation, -1, cable, "delay=0");
@@ -179,7 +176,6 @@ static void test_one_is_late(uint32_t cables, uint32_t cable) {
 static void test_acknowledgements_are_lost(uint32_t cables) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 30, 1);
-  sums(&simulation, 1, 1);
   inject(&simulation, 1, 0, "drop=1/1");
   for (int i = 0; i < 10; i++) {
     struct simulated_step step = {.kind = SIMULATED_BROADCAST, .count = LARGE, .salt = (uint64_t)i};
@@ -193,7 +189,6 @@ static void test_acknowledgements_are_lost(uint32_t cables) {
 static void test_one_fails(uint32_t cables, uint32_t cable) {
   struct simulation simulation;
   open_ranks(&simulation, 2, cables, 30, 1);
-  sums(&simulation, 1, 1);
   inject(&simulation, -1, cable, "error=1/1");
   sum_until(&simulation, LARGE, 1u << cable);
   simulation_close(&simulation);

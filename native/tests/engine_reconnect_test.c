@@ -17,9 +17,7 @@ static void break_queue_pair(const struct simulated_rank *rank, int32_t peer, ui
 static void test_broken(int32_t size, bool by_all) {
   static const uint64_t counts[] = {1, 900, 40000, 300001};
   struct simulation simulation;
-  mlxdist_options options;
-  mlxdist_default_options(&options);
-  simulation_open(&simulation, size, &options, true, 1);
+  simulation_open(&simulation, size, 0, true, 1);
   for (int i = 0; i < 60; i++) {
     for (int32_t rank = 0; rank < (by_all ? size : 1) && i % 3 == 0; rank++)
       break_queue_pair(&simulation.ranks[rank], (rank + 1) % size, (uint64_t)(i / 3 % 2));
@@ -33,9 +31,7 @@ static void test_broken(int32_t size, bool by_all) {
 /* They break while messages are on their way, at any moment. */
 static void test_broken_meanwhile(int32_t size) {
   struct simulation simulation;
-  mlxdist_options options;
-  mlxdist_default_options(&options);
-  simulation_open(&simulation, size, &options, true, 1);
+  simulation_open(&simulation, size, 0, true, 1);
   for (int i = 0; i < 30; i++) {
     struct simulated_operation operations[WORLD_MAX_RANKS];
     struct simulated_step step = {.kind = SIMULATED_SUM, .count = i % 2 ? 10 : 300001};
@@ -153,9 +149,7 @@ static void test_refused(const char *verb, int channel, bool by_both) {
 /* The peer has begun to reconnect too, and its message comes to a rank that could not. */
 static void test_peer_asks(void) {
   struct simulation simulation;
-  mlxdist_options options;
-  mlxdist_default_options(&options);
-  simulation_open(&simulation, 2, &options, true, 1);
+  simulation_open(&simulation, 2, 0, true, 1);
   REQUIRE(simulation_sum(&simulation, 10) == MLXDIST_OK);
   for (int32_t rank = 0; rank < 2; rank++) {
     refuse(&simulation.ranks[rank], "create_qp");

@@ -1,6 +1,6 @@
 #include "simulated_operation.h"
 
-#include "world.h"
+#include "sums.h"
 
 static bool has_parts(enum simulated_kind kind) { return kind == SIMULATED_SCATTER || kind == SIMULATED_EXCHANGE; }
 
@@ -15,7 +15,7 @@ static uint64_t out_count(const struct simulated_operation *operation) {
 
 /* What `rank` has at `i` of its `in`. */
 static int32_t value(const struct simulated_operation *operation, int32_t rank, uint64_t i) {
-  return (int32_t)(i * 7 + (uint64_t)rank * 1000003 + operation->step.salt);
+  return (int32_t)((uint32_t)sums_value(rank, i) + (uint32_t)operation->step.salt);
 }
 
 static int32_t sum(const struct simulated_operation *operation, uint64_t i) {

@@ -41,7 +41,8 @@ struct simulation {
   int message_count;
 };
 
-/* Connects `size` ranks. `side_channel`: they have one, by which queue pairs are re-created. */
+/* Connects `size` ranks; without `options` with the default ones. `side_channel`: they have one, by which queue pairs
+ * are re-created. */
 void simulation_open(struct simulation* simulation, int32_t size, const mlxdist_options* options, bool side_channel,
                      uint64_t seed);
 void simulation_close(struct simulation* simulation);

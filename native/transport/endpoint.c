@@ -96,7 +96,7 @@ static int acknowledge(struct endpoint *endpoint, bool *sent) {
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < endpoint->channel_count / 2 && !status; link++) {
     bool here;
-    if (endpoint->dead_links >> link & 1) continue;
+    if (link_is_dead(endpoint, link)) continue;
     status = acknowledgement_send(&endpoint->channels[2 * link + WIRE_EAGER], 0, &here);
     *sent |= here;
   }

@@ -81,9 +81,14 @@ void endpoint_explain_silence(const struct endpoint* endpoint, char* text, size_
 /* Whether the peer has acknowledged all that it was sent, and has heard of all that has come from it. */
 bool endpoint_is_settled(const struct endpoint* endpoint);
 
+/* Whether this rank sends nothing by the link. */
+static inline bool link_is_dead(const struct endpoint* endpoint, uint32_t link) {
+  return endpoint->dead_links >> link & 1;
+}
+
 /* The channel for small messages, on the first link that works. */
 static inline struct channel* endpoint_eager(struct endpoint* endpoint) {
   uint32_t link = 0;
-  while (endpoint->dead_links >> link & 1) link++;
+  while (link_is_dead(endpoint, link)) link++;
   return &endpoint->channels[2 * link + WIRE_EAGER];
 }

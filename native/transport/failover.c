@@ -7,18 +7,16 @@
 
 #include <string.h>
 
-static bool is_dead(const struct endpoint *endpoint, uint32_t link) { return endpoint->dead_links >> link & 1; }
-
 int failover_probe(struct channel *channel) {
   struct endpoint *endpoint = channel->endpoint;
   uint32_t link = channel_link(channel);
-  if (link_other(endpoint, link) < 0 || is_dead(endpoint, link)) return MLXDIST_OK;
+  if (link_other(endpoint, link) < 0 || link_is_dead(endpoint, link)) return MLXDIST_OK;
   debug(DEBUG_INFO, "link", "rank %d does not reply by link %u; it is asked by the others", endpoint->rank, link);
   endpoint->suspects |= 1u << channel->index;
   int status = MLXDIST_OK;
   for (uint32_t other = 0; other < endpoint->channel_count / 2 && !status; other++) {
     bool sent;
-    if (other == link || is_dead(endpoint, other)) continue;
+    if (other == link || link_is_dead(endpoint, other)) continue;
     status = acknowledgement_send(&endpoint->channels[2 * other + WIRE_EAGER], WIRE_PROBE, &sent);
   }
   return status;
@@ -30,9 +28,8 @@ static void judge(struct endpoint *endpoint, const struct channel *suspect) {
   endpoint->suspects &= ~(1u << suspect->index);
   if (link_other(endpoint, link) < 0) return; /* the other one has died since it brought this */
   if (suspect->acked == suspect->sent || suspect->acked != suspect->seen_acked) return;
-  if (is_dead(endpoint, link)) return;
-  debug(DEBUG_WARN, "link", "link %u to rank %d is dead; what it carried goes by another one", link, endpoint->rank);
-  endpoint_mark_dead(endpoint, link);
+  if (link_is_dead(endpoint, link)) return;
+  link_drop(endpoint, link, "nothing that leaves by it arrives");
 }
 
 static void judge_others(struct endpoint *endpoint, uint32_t link) {
@@ -68,7 +65,7 @@ int failover_on_ack(struct channel *channel, const struct wire_header *header) {
   }
   if (!(header->flags & WIRE_PROBE_REPLY)) return MLXDIST_OK;
   judge_others(endpoint, link);
-  if (!is_dead(endpoint, link)) return MLXDIST_OK;
+  if (!link_is_dead(endpoint, link)) return MLXDIST_OK;
   endpoint->trials[link].pending = false;
   return ++endpoint->trials[link].replies < FAILOVER_TRIALS ? MLXDIST_OK : revive(endpoint, link, header);
 }
@@ -80,10 +77,8 @@ void failover_on_dead_links(struct endpoint *endpoint, uint32_t links) {
   for (uint32_t left = links; left; left &= left - 1) {
     uint32_t link = (uint32_t)__builtin_ctz(left);
     endpoint->repeating |= 3u << 2 * link;
-    if (known >> link & 1 || is_dead(endpoint, link) || link_other(endpoint, link) < 0) continue;
-    debug(DEBUG_WARN, "link", "link %u to rank %d is dead, as that finds; what it carried goes by another one", link,
-          endpoint->rank);
-    endpoint_mark_dead(endpoint, link);
+    if (known >> link & 1 || link_is_dead(endpoint, link) || link_other(endpoint, link) < 0) continue;
+    link_drop(endpoint, link, "that rank has found it dead");
   }
 }
 
@@ -104,7 +99,7 @@ int failover_tick(struct endpoint *endpoint, uint64_t now) {
   endpoint->tried_ns = now;
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < endpoint->channel_count / 2 && !status; link++)
-    if (is_dead(endpoint, link)) status = try_link(endpoint, link);
+    if (link_is_dead(endpoint, link)) status = try_link(endpoint, link);
   return status;
 }
 
@@ -150,7 +145,7 @@ int failover_resend(struct endpoint *endpoint) {
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < endpoint->channel_count / 2; link++) {
     int32_t other = link_other(endpoint, link);
-    if (!is_dead(endpoint, link) || other < 0) continue;
+    if (!link_is_dead(endpoint, link) || other < 0) continue;
     for (uint32_t kind = WIRE_EAGER; kind <= WIRE_BULK && !status; kind++)
       status = forward_all(&endpoint->channels[2 * link + kind], &endpoint->channels[2 * (uint32_t)other + kind]);
   }

@@ -19,7 +19,7 @@
 /* After 40 + 80 + 160 + 320 ms. */
 #define FAILOVER_RETRIES 4u
 
-/* A dead link is tried this often, and used once so many replies in a row have come. */
+/* A dead link is tried this often, and used once that number of replies has come in a row. */
 #define FAILOVER_TRIAL_NS 250000000u
 #define FAILOVER_TRIALS 4u
 

@@ -10,7 +10,7 @@
 static bool is_due(const struct channel *channel, uint64_t quiet_ns) {
   const struct transport *transport = channel->transport;
   double seconds = transport->options->keepalive;
-  bool works = channel->open && !(channel->endpoint->dead_links >> channel_link(channel) & 1);
+  bool works = channel->open && !link_is_dead(channel->endpoint, channel_link(channel));
   return seconds > 0 && (double)quiet_ns > seconds * 1e9 && works && !transport->keepalive_stopped &&
          channel->acked == channel->sent;
 }

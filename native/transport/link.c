@@ -6,6 +6,8 @@
 #include "mlxdist.h"
 #include "transport.h"
 
+#include <stdio.h>
+
 int link_allocate_slab(struct link *link, int32_t peer, uint64_t bytes) {
   struct device *device = link->device;
   link->slab.bytes = bytes;
@@ -28,20 +30,24 @@ void link_free_slab(struct link *link) {
 
 int32_t link_other(const struct endpoint *endpoint, uint32_t link) {
   for (uint32_t other = 0; other < endpoint->channel_count / 2; other++)
-    if (other != link && !(endpoint->dead_links >> other & 1)) return (int32_t)other;
+    if (other != link && !link_is_dead(endpoint, other)) return (int32_t)other;
   return -1;
+}
+
+void link_drop(struct endpoint *endpoint, uint32_t link, const char *why) {
+  debug(DEBUG_WARN, "link", "link %u to rank %d is dead: %s; what it carried goes by another one", link, endpoint->rank,
+        why);
+  endpoint_mark_dead(endpoint, link);
 }
 
 bool link_give_up(struct channel *channel, const char *why) {
   struct endpoint *endpoint = channel->endpoint;
   uint32_t link = channel_link(channel);
-  if (!channel->connected && endpoint->dead_links >> link & 1) return true; /* what was posted before completes, too */
+  if (!channel->connected && link_is_dead(endpoint, link)) return true; /* what was posted before completes, too */
   if (link_other(endpoint, link) < 0) return false;
-  debug(DEBUG_WARN, "link", "link %u to rank %d is dead: %s; what it carried goes by another one", link, endpoint->rank,
-        why);
   channel_disconnect(&endpoint->channels[2 * link + WIRE_EAGER]);
   channel_disconnect(&endpoint->channels[2 * link + WIRE_BULK]);
-  endpoint_mark_dead(endpoint, link);
+  link_drop(endpoint, link, why);
   return true;
 }
 
@@ -56,9 +62,8 @@ int link_port_down(struct channel *channel) {
                 "the port of device %s, by which rank %d reaches rank %d, is down; is the cable "
                 "plugged in at both ends? `mlxdist devices` shows the ports",
                 channel->device->name, channel->transport->rank, endpoint->rank);
-  debug(DEBUG_WARN, "link",
-        "link %u to rank %d is dead: the port of device %s is down; what it carried goes by another one", link,
-        endpoint->rank, channel->device->name);
-  endpoint_mark_dead(endpoint, link);
+  char why[96];
+  snprintf(why, sizeof why, "the port of device %s is down", channel->device->name);
+  link_drop(endpoint, link, why);
   return MLXDIST_OK;
 }

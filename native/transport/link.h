@@ -27,6 +27,10 @@ void link_free_slab(struct link* link);
 /* A link that works and is not `link`; -1 if there is none. */
 int32_t link_other(const struct endpoint* endpoint, uint32_t link);
 
+/* Nothing leaves by the link any more until it works again; there is another one. `why`: a clause for the debug output.
+ */
+void link_drop(struct endpoint* endpoint, uint32_t link, const char* why);
+
 /* The port of the channel's link is down: nothing is posted there any more. TRANSPORT if there is no other link. */
 int link_port_down(struct channel* channel);
 

@@ -1,4 +1,4 @@
-"""One rank of test_tuned_hosts.py: what a table of rows for one host and for two decides, and what the tuner measures.
+"""Runs a rank of test_tuned_hosts.py: what a table of rows for one host and for two decides, what the tuner measures.
 
 Arguments: the number of the virtual host of each rank.
 """

@@ -1,4 +1,4 @@
-"""What pmset prints on Macs, and a pmset for PATH that prints it."""
+"""Has the output of pmset on Macs, and installs a pmset for PATH that prints it."""
 
 import stat
 from pathlib import Path

@@ -50,7 +50,7 @@ class Power:
         return cls(low_power, speed, settings.get("displaysleep"))
 
     def problems(self) -> list[PowerProblem]:
-        """What slows the Mac, or may end its GPU work; nothing of heat that is not known."""
+        """Lists what slows the Mac, or may end its GPU work; nothing of heat that is not known."""
         found = []
         if self.low_power:
             remedy = f"sudo pmset -a {self.low_power} 0"

@@ -16,7 +16,6 @@ class PowerWatch:
     """Reads in the background, while it is requested: pmset takes some ten milliseconds, and a status must not wait."""
 
     def __init__(self) -> None:
-        self._pmset = shutil.which("pmset")  # which only macOS has
         self._last: Power | None = None
         self._due = self._expires = 0.0  # by the monotonic clock
 
@@ -24,9 +23,10 @@ class PowerWatch:
         """The last reading; starts another one where that is some seconds old. None where there is none of the last
         periods: one that a request of long ago has started says nothing of now."""
         now = time.monotonic()
-        if self._pmset is not None and now >= self._due:
+        if now >= self._due:
             self._due = now + _PERIOD_SECONDS
-            InternalThread(target=self._read, args=[self._pmset], name="mlxdist power", daemon=True).start()
+            if pmset := shutil.which("pmset"):  # which only macOS has
+                InternalThread(target=self._read, args=[pmset], name="mlxdist power", daemon=True).start()
         return self._last if now < self._expires else None
 
     def _read(self, pmset: str) -> None:
