@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ from mlx_lm.generate import TextStateMachine
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.models.load import load_sharded
+from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.operations.collectives import broadcast
@@ -35,6 +36,7 @@ from mlxdist.serve.stop_words import AnswerText, Piece
 __all__ = ["load", "main", "sharded_load"]
 
 _mlx_lms_sharded_load = utils.sharded_load
+_ROWS = 8  # of the batch by which the layers of a server become split blocks
 _SURROGATES = 0xD800  # lone ones, which no text has
 _UNFINISHED = "unfinished"  # a section after which mlx-lm's handler drops the call of a tool before it
 
@@ -48,6 +50,7 @@ def sharded_load(
     tokenizer_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
+    if_faster_for: int = 1,
 ) -> tuple[Any, ...]:
     """Loads a model's shard of this rank and its tokenizer; with ``return_config`` also its config, a dict.
 
@@ -60,6 +63,8 @@ def sharded_load(
         tensor_group: split each layer over this group; ``None``: all ranks that the stages leave.
         return_config, tokenizer_config, trust_remote_code: see mlx-lm's function.
         adapter_path: a directory of mlx-lm's lora training, whose adapters are sharded with the model.
+        if_faster_for: rows of a batch; layers become split blocks where these decode faster by them
+            (:meth:`mlxdist.nn.SplitModel.from_model`).
 
     Raises:
         InvalidArgument: on every rank, as :func:`mlxdist.nn.load_sharded`; there is an adapter on a model that is left
@@ -91,8 +96,11 @@ def sharded_load(
             tokenizer_config=dict(tokenizer_config),
             trust_remote_code=trust_remote_code,
         )
-    loaded = load_sharded(directory, group=group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
-    return (*loaded, config) if return_config else loaded
+    model, tokenizer = load_sharded(
+        directory, group=group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config
+    )
+    split = SplitModel.from_model(model, group=group, if_faster_for=if_faster_for)
+    return (split, tokenizer, config) if return_config else (split, tokenizer)
 
 
 def load(
@@ -112,8 +120,10 @@ def load(
 
 def main() -> None:
     """Runs `python -m mlxdist.lm COMMAND ...` with the arguments of `python -m mlx_lm`."""
-    utils.sharded_load = sharded_load  # the modules of commands take it from there when they are imported
+    # The modules of commands take it from there when they are imported.
+    utils.sharded_load = sharded_load
     if sys.argv[1:2] == ["server"]:
+        utils.sharded_load = partial(sharded_load, if_faster_for=_ROWS)
         _find_stop_words_in_texts()
     with _on_all_ranks() if sys.argv[1:2] == ["generate"] else contextlib.nullcontext():
         cli.main()

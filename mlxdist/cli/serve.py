@@ -136,7 +136,9 @@ def layout_of(given: dict[str, Any]) -> Layout:
 )
 @layout_options
 @click.option(
-    "--split-blocks", is_flag=True, help="Layers as two compiled parts each; every rank loads all of MODEL first."
+    "--split-blocks/--no-split-blocks",
+    default=None,
+    help="Layers as two compiled parts each, or mlx-lm's own. Default: what a measurement at the start finds faster.",
 )
 @click.option("--shard-vocabulary", is_flag=True, help="Each rank computes the logits of a part of the vocabulary.")
 @click.option("--draft-model", metavar="MODEL", help="A smaller one with the same tokenizer, which drafts tokens.")

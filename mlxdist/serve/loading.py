@@ -1,17 +1,12 @@
 """The model that a server computes with: sharded, and with the operator's additions."""
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_reduce
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.models.load import LoadReport, load_sharded
+from mlxdist.nn.models.load import load_sharded
 from mlxdist.nn.models.split_model import SplitModel
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -25,6 +20,8 @@ from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 
 __all__ = ["load"]
+
+_ROWS = 8  # of the decode step by which layers become split blocks, or fewer where fewer requests run
 
 
 def load(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> tuple[Any, Any]:
@@ -41,18 +38,16 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
                 "serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages"
             )
     model: Any
-    if options.split_blocks:
-        model, tokenizer = _load_split(directory, placement, group)
-    else:
-        model, tokenizer = load_sharded(
-            directory,
-            group=group,
-            plan=placement.plan,
-            stage_plan=placement.stage_plan,
-            adapter_path=[path for _, path in options.adapters] or options.adapter_path,
-            stream=options.stream_weights,
-            on_report=lambda report: show(placement, report, group),
-        )
+    model, tokenizer = load_sharded(
+        directory,
+        group=group,
+        plan=placement.plan,
+        stage_plan=placement.stage_plan,
+        adapter_path=[path for _, path in options.adapters] or options.adapter_path,
+        stream=options.stream_weights,
+        on_report=lambda report: show(placement, report, group),
+    )
+    model = _with_blocks("the model's layers", model, options, group)
     draft = _load_draft(options, group)
     # Before the models below, which make their prompt caches from those of the models inside them.
     if options.kv_bits is not None:
@@ -73,32 +68,37 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
     return model, tokenizer
 
 
+def _with_blocks(name: str, model: nn.Module, options: ServeOptions, group: Group) -> nn.Module:
+    """The model with split blocks as layers, where it can have them and they are faster, or the operator asks for them;
+    rank 0 says what it has. Collective."""
+    if options.split_blocks is False:
+        return model
+    rows = min(_ROWS, options.limits.decode_concurrency)
+    split = SplitModel.from_model(
+        model,
+        group=group,
+        if_faster_for=None if options.split_blocks else rows,
+        shard_vocabulary=not options.shard_vocabulary,
+    )
+    if group.rank() == 0:
+        if split.why_not_blocks is not None:
+            say(f"{name} are mlx-lm's own, and not split: {split.why_not_blocks}")
+        elif split.decode_seconds is not None:
+            block, layer = (1e3 * seconds for seconds in split.decode_seconds)
+            say(f"{name} are split blocks: {block:.2f} ms a layer and decode step of {rows} rows, not {layer:.2f}")
+        else:
+            say(f"{name} are split blocks")
+    return split
+
+
 def _load_draft(options: ServeOptions, group: Group) -> tuple[nn.Module, Any] | None:
     if options.draft_model is None:
         return None
     if options.shard_draft_model:
-        return load_sharded(options.draft_model, group=group, stream=options.stream_weights)
-    return _load_alone(options.draft_model, group, lambda report: None)
-
-
-def _load_alone(path: str | Path, group: Group, on_report: Callable[[LoadReport], Any]) -> tuple[nn.Module, Any]:
-    """A model that is not sharded: each rank loads all of it."""
+        draft, tokenizer = load_sharded(options.draft_model, group=group, stream=options.stream_weights)
+        return _with_blocks("the draft model's layers", draft, options, group), tokenizer
+    # Each rank loads all of it, and keeps its layers: ranks that chose alone would round, and so draft, differently.
     alone = group.split(group.rank())
     assert alone is not None  # the color is not negative
     with agreed("serve", group):
-        return load_sharded(path, group=alone, on_report=on_report)
-
-
-def _load_split(directory: Path, placement: ModelPlacement, group: Group) -> tuple[nn.Module, Any]:
-    """A `SplitModel` that is sharded from a full model on each rank, and compared with it."""
-    start = time.perf_counter()
-    reports: list[LoadReport] = []
-    full, tokenizer = _load_alone(directory, group, reports.append)
-    model = SplitModel.from_model(full, group=group, rank_shares=placement.plan.rank_shares)
-    mx.eval(model.parameters())
-    mx.clear_cache()  # of what the full model was
-    held: int = tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)
-    show(placement, replace(reports[0], bytes_held=held, seconds=time.perf_counter() - start), group)
-    if model.why_not_blocks is not None and group.rank() == 0:
-        say(f"the layers are mlx-lm's own, and not split: {model.why_not_blocks}")
-    return model, tokenizer
+        return load_sharded(options.draft_model, group=alone)

@@ -24,7 +24,7 @@ class ServeOptions:
         application: the address of the launcher's application; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds which shard of the model.
         stream_weights: whether only rank 0 has the model, and sends the other ranks their shards.
-        split_blocks: whether the layers are split blocks, for which each rank loads all of the model first.
+        split_blocks: whether the layers are split blocks where they can be; None: where they are faster, too.
         adapters: names and directories of adapters; each request uses one of them, or none.
         adapter_path: a directory of adapters that all requests use; without ``adapters``.
         draft_model: a directory or name like ``model``, with the same tokenizer; None for none.
@@ -47,7 +47,7 @@ class ServeOptions:
     application: str = ""
     layout: Layout = Layout()
     stream_weights: bool = False
-    split_blocks: bool = False
+    split_blocks: bool | None = None
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_path: str | None = None
     draft_model: str | None = None
@@ -80,11 +80,5 @@ class ServeOptions:
                 )
             if name in names[:place]:
                 raise InvalidArgument(f"serve: {name} is the name of two adapters")
-        others = (self.stream_weights, self.shard_vocabulary, names, self.adapter_path)
-        if self.split_blocks and any((*others, self.layout.pipeline, self.layout.plan, (self.layout.ep or 1) > 1)):
-            raise InvalidArgument(
-                "serve: --split-blocks is for ranks that share every layer and have the model, without adapters and "
-                "--shard-vocabulary"
-            )
         if self.shard_vocabulary and self.limits.num_draft_tokens:
             raise InvalidArgument("serve: the vocabulary is not sharded with drafts")

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -209,10 +208,7 @@ def run(
             endpoint = Endpoint(pool, served, adapters, defaults, options.http.request_timeout, metrics)
             clients = clients_of(endpoint)
     with contextlib.nullcontext() if clients is None else clients.listening():
-        layout = options.layout
-        if options.split_blocks:
-            layout = replace(layout, tp=layout.tp or group.size())
-        placement = place(directory, group, layout)
+        placement = place(directory, group, options.layout)
         model, tokenizer = load(options, directory, placement, group)
         with agreed(name, group):
             worker = Worker(model, tokenizer, options.limits)
@@ -305,9 +301,7 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
             "draft model": "" if options.draft_model is None else _draft_model(options),
             "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
-            "--kv-bits, --kv-group-size or --split-blocks": str(
-                (options.kv_bits, options.kv_group_size, options.split_blocks)
-            ),
+            "--kv-bits or --kv-group-size": str((options.kv_bits, options.kv_group_size)),
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }

@@ -1,4 +1,4 @@
-"""Writes the table of docs/split-block.md: how SplitModel takes every model file of the installed mlx-lm, on two ranks.
+"""Writes the table of docs/split-block.md: how SplitModel takes every model file of the installed mlx-lm.
 
 Run `python tests/support/split_table.py` when mlx-lm or SplitModel have changed; tests/nn/test_split_models.py compares.
 """
@@ -14,7 +14,7 @@ import tiny_models
 
 import mlxdist
 from mlxdist.nn.models.plan import plan_shards
-from mlxdist.nn.models.split_model import _not_blocks, _wrong_blocks
+from mlxdist.nn.models.split_model import _Form, _not_blocks, _wrong_blocks
 
 FILE = Path(__file__).parents[2] / "docs" / "split-block.md"
 BEGIN, END = "<!-- Written by tests/support/split_table.py. -->\n", "<!-- End of the table. -->\n"
@@ -45,7 +45,7 @@ def _taken(name: str) -> tuple[str, str]:
     model = tiny_models.build(name)
     if not plan_shards(model, tp=2).sharded:
         return "refused", f"`shard_model` finds nothing in it that it can shard: {NOT_CUT[name]}"
-    why = _not_blocks(model, 2, None) or _wrong_blocks(model, mlxdist.init(), None)
+    why = _not_blocks(model) or _wrong_blocks(model, _Form(None, None, mlxdist.init()))
     return (SEGMENTS, "") if why is None else ("sharded by `shard_model`", _shortened(why))
 
 

@@ -11,6 +11,7 @@ from mlxdist.nn.layout.partition import require_counts
 from mlxdist.nn.rank_checks import agreed
 
 from ..pipeline_parallel.stage import stage_of
+from ..split_block.split_block import SplitBlock, ranks_of
 from .cuts import cuts
 
 __all__ = ["PipelineBatchGenerator"]
@@ -53,8 +54,7 @@ class PipelineBatchGenerator:
         while len(_streams) < batches:
             _streams.append(mx.new_thread_local_stream(mx.default_device()))
         # The sums of ranks that share layers are in one group, whose order two streams would not keep on all of them.
-        shares_layers = any(group.size() > 1 for cut in cuts(model).values() for group in cut.groups)
-        streams = _streams[:1] * batches if shares_layers else _streams[:batches]
+        streams = _streams[:1] * batches if _shares_layers(model) else _streams[:batches]
         self._generators = [BatchGenerator(model, stream=stream, **options) for stream in streams]
         self._turn = 0
         self._inserted = 0
@@ -147,3 +147,10 @@ class PipelineBatchGenerator:
             if numbers:
                 found |= {numbers[own]: result for own, result in call(generator, list(numbers)).items()}
         return found
+
+
+def _shares_layers(model: nn.Module) -> bool:
+    """Whether several ranks compute each layer of this stage."""
+    if blocks := [module for module in model.modules() if isinstance(module, SplitBlock)]:
+        return any(ranks_of(block) > 1 for block in blocks)
+    return any(group.size() > 1 for cut in cuts(model).values() for group in cut.groups)

@@ -1,10 +1,11 @@
-"""A full model of mlx-lm whose layers are `SplitBlock`s, or its own layers sharded, for mlx-lm's own generate."""
+"""A model of mlx-lm whose layers are `SplitBlock`s, or its own layers sharded, for mlx-lm's own generate."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,13 +17,15 @@ from mlxdist.nn.models.plan import shard_model
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
 
-from ..equal_inputs import compare_inputs
-from ..rank_checks import agree, agreed, described
+from ..pipeline_parallel.stage import calls_of, stage_of
+from ..rank_checks import agree, agreed, described, texts
+from ..split_block.decode_time import decode_seconds
 from ..split_block.head import InPlaceOf, shard_head
 from ..split_block.probes import boundaries, logits_at
-from ..split_block.shard_layer import require_shardable
+from ..split_block.shard_layer import group_of_layer, require_shardable
 from ..split_block.split_block import SplitBlock, relative_error, settings, table_of
 from ..split_block.submissions import submit_sums
+from ..tensor_parallel.linear_layers import ROW_SHARDED
 from .plan import plan_shards
 
 __all__ = ["SplitModel"]
@@ -41,15 +44,18 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
         model: mlx-lm's own, with other layers. Attributes that this class does not have are looked up there.
         why_not_blocks: why the layers are mlx-lm's own and sharded by `shard_model`; ``None`` where they are
             `SplitBlock`s.
+        decode_seconds: the time of a decode step by a block and by mlx-lm's layer, the mean over the ranks, where
+            ``if_faster_for`` has asked for it; else ``None``.
     """
 
     original = "model"
     _made_by = NAME
 
-    def __init__(self, model: nn.Module, why_not_blocks: str | None) -> None:
+    def __init__(self, model: nn.Module, why_not_blocks: str | None, seconds: tuple[float, float] | None) -> None:
         super().__init__()
         self.model = model
         self.why_not_blocks = why_not_blocks
+        self.decode_seconds = seconds
 
     @classmethod
     def from_model(
@@ -61,45 +67,60 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
         transposed: bool | None = None,
         submit: bool | None = None,
         check: bool = True,
+        if_faster_for: int | None = None,
+        shard_vocabulary: bool = True,
     ) -> SplitModel:
-        """Shards a model of mlx-lm, in place, and takes it over.
+        """Takes over a model of mlx-lm, in place: full, or of :func:`mlxdist.nn.load_sharded`.
 
-        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, and the head is sharded by
-        vocabulary, its logits gathered. Otherwise the model is sharded by :func:`mlxdist.nn.shard_model`, and with
-        ``submit`` each sum is handed to MLX at once.
+        A full model is sharded by :func:`mlxdist.nn.shard_model` first. Where :meth:`SplitBlock.from_layer` takes all
+        layers they become blocks, one after the other, so that a rank never holds more than its shard and one layer.
+        Otherwise they stay as they are, and with ``submit`` each of their sums is handed to MLX at once.
 
         Args:
-            model: unsharded, of mlx-lm, the same on all ranks.
-            group: the ranks to shard it over; ``None`` is the group of ``mlxdist.init()``.
-            rank_shares, transposed, submit: as for a layer.
+            model: of mlx-lm, the same on all ranks; full, or sharded by `shard_model`, also in stages and with
+                low-rank adapters.
+            group: all ranks of the model; ``None`` is the group of ``mlxdist.init()``.
+            rank_shares, transposed, submit: as for a layer; ``rank_shares`` only for a full model.
             check: compare logits with those of ``model``, at the start and, with caches that stand there, before and
                 behind every number of positions that its configuration names. A collective.
+            if_faster_for: rows of a batch. Layers become blocks only where a decode step of that many rows takes less
+                by them, measured by all ranks together. ``None``: wherever they can be blocks.
+            shard_vocabulary: with blocks, shard the head by vocabulary, its logits gathered. ``False`` leaves it.
 
         Raises:
-            InvalidArgument: the model is sharded already, or cannot be sharded like this, or (``check``) computes
+            InvalidArgument: the model is one of these already, or cannot be sharded like this, or (``check``) computes
                 something else. The same on all ranks.
             Mismatch: on all ranks, which have other layers.
         """
         group = group_of(group)
         wanted: list[mx.array] = []
         numbers = boundaries(getattr(model, "args", None))
-        with agreed(NAME, group, numbers, described(model)):
-            _require_unsharded(model)
-            if check:
+        compared: dict[str, object] = {}  # as it is behind the block
+        with agreed(NAME, group, numbers, rank_shares, if_faster_for, compared):
+            _require_new(model, if_faster_for)
+            sharded = _is_sharded(model)
+            compared |= {"sharded": True} if sharded else described(model)
+            if sharded and rank_shares is not None:
+                raise InvalidArgument("SplitModel: the model is sharded already; leave out rank_shares")
+            if check and not sharded:
                 wanted = logits_at(model, numbers)
-            reason = _not_blocks(model, group.size(), rank_shares)
-        agree(NAME, group, None, {"layers that can be blocks": reason})
-        # A block of each kind of layers is compared with its layer, while the model is full. That is collective, but
-        # all ranks come to the end of this block: they agree about each layer, with an exception on all or on none.
-        with agreed(NAME, group):
-            reason = reason or _wrong_blocks(model, group, rank_shares)
+        if sharded and check:  # ranks add up, which they must not do within the block above
+            wanted = logits_at(model, numbers)
+        if not sharded:
+            _shard(model, group, rank_shares)
+        if mx.default_device() != mx.cpu if submit is None else submit:
+            submit_sums(model)
+        reason, times = _first(_not_blocks(model), group), None
+        if reason is None:
+            form = _Form(transposed, submit, _alone(model, group))
+            reason = _first(_wrong_blocks(model, form), group)
+        if reason is None and if_faster_for is not None:
+            times = _decode_seconds(model, form, if_faster_for, group)
+            reason = _slower(*times, if_faster_for)
         if reason is None:
             with agreed(NAME, group):
-                _into_blocks(model, group, rank_shares, transposed, submit)
-            compare_inputs(model, group)
-        else:
-            _shard_own_layers(model, group, rank_shares, submit)
-        split = create(cls, model, reason)
+                _into_blocks(model, form, shard_vocabulary)
+        split = create(cls, model, reason, times)
         if check:
             found = logits_at(split, numbers)
             with agreed(NAME, group):
@@ -112,22 +133,71 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
         return self.model(*arguments, **keywords)
 
 
-def _require_unsharded(model: nn.Module) -> None:
+class _Form(NamedTuple):
+    """The form of a model's blocks: ``transposed`` and ``submit`` as for a layer, and the group of a layer that each
+    rank, or each stage, has in full."""
+
+    transposed: bool | None
+    submit: bool | None
+    alone: Group
+
+    def block(self, layer: nn.Module, **options: Any) -> SplitBlock:
+        return SplitBlock.from_layer(layer, group=self.alone, transposed=self.transposed, submit=self.submit, **options)
+
+
+def _require_new(model: nn.Module, rows: int | None) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
         raise InvalidArgument(f"SplitModel: {type(model).__name__} has no layers, as mlx-lm's models have")
     if isinstance(model, SplitModel) or any(isinstance(layer, SplitBlock) for layer in model.layers):
-        raise InvalidArgument("SplitModel: the model was sharded already, which has taken its layers; load it again")
+        raise InvalidArgument("SplitModel: the layers of the model are blocks already; load it again")
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise InvalidArgument(f"SplitModel: if_faster_for is a number of rows, not {rows!r}")
 
 
-def _not_blocks(model: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> str | None:
+def _is_sharded(model: nn.Module) -> bool:
+    return stage_of(model) is not None or any(
+        "_region" in vars(module) or isinstance(module, ROW_SHARDED) for module in model.modules()
+    )
+
+
+def _shard(model: nn.Module, group: Group, rank_shares: Sequence[float] | None) -> None:
+    with agreed(NAME, group):
+        plan = plan_shards(model, tp=group.size(), rank_shares=rank_shares)
+        if group.size() > 1 and not plan.sharded:
+            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can shard")
+    shard_model(model, plan, group=group)
+
+
+def _alone(model: nn.Module, group: Group) -> Group:
+    """A group of this rank, where some rank has a layer in full; else ``group``. Collective."""
+    full = [number for number in _own_layers(model) if group_of_layer(model.layers[number]) is None]
+    if group.size() == 1 or not agree(NAME, group, None, {}, [len(full)]).any():
+        return group
+    alone = group.split(group.rank())
+    assert alone is not None  # the color is not negative
+    return alone
+
+
+def _own_layers(model: nn.Module) -> list[int]:
+    """The numbers of the layers that this rank computes."""
+    stage = stage_of(model)
+    return [*range(len(model.layers))] if stage is None else [number for chunk in stage.chunks for number in chunk]
+
+
+def _first(reason: str | None, group: Group) -> str | None:
+    """The reason of the first rank that has one. Collective."""
+    return next(filter(None, texts(reason or "", group) if group.size() > 1 else [reason]), None)
+
+
+def _not_blocks(model: nn.Module) -> str | None:
     """Why the layers of a model cannot be blocks, by their shape; ``None`` where they can."""
     if (layers := _list_of_layers(model)) is None:
         return "SplitModel: the model has no list of its layers"
     try:
-        for layer in layers:
+        for layer in (layers[number] for number in _own_layers(model)):
             if list(inspect.signature(type(layer).__call__).parameters) != ["self", "x", "mask", "cache"]:
                 raise InvalidArgument(f"SplitBlock: {type(layer).__name__} is not called with x, mask and cache alone")
-            require_shardable(layer, ranks, rank_shares)
+            require_shardable(layer, 1, None)
     except InvalidArgument as error:
         return str(error)
     return _reads_more(model, layers)
@@ -142,11 +212,15 @@ def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
 
 def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
     """Why a block cannot stand for a layer: the model reads more attributes. None: it can. Tried with stand-ins."""
-    full = list(layers)
+    full, stage = list(layers), stage_of(model)
     stand_ins: list[Any] = [_StandIn(layer) for layer in full]
+    call = partial(model, mx.array([[0, 1]]))
     try:
         layers[:] = stand_ins
-        model(mx.array([[0, 1]]))
+        if stage is None:
+            call()
+        else:
+            calls_of(stage).shape_of_call(call)
     except AttributeError as error:
         return f"SplitModel: the model reads its layers: {error}"
     finally:
@@ -161,51 +235,58 @@ class _StandIn:
         self.__dict__.update(settings(layer))
         self._layer = layer
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        return self._layer(x, mask, cache)
+    def __call__(self, *arguments: Any, **keywords: Any) -> mx.array:
+        return self._layer(*arguments, **keywords)
 
 
-def _wrong_blocks(model: nn.Module, group: Group, rank_shares: Sequence[float] | None) -> str | None:
-    """Why layers cannot be blocks, by the results of one layer of each kind. Collective, the same on all ranks."""
-    kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
-    for layer in kinds.values():
+def _kinds(model: nn.Module) -> list[nn.Module]:
+    """One of this rank's layers of each kind."""
+    layers = [model.layers[number] for number in reversed(_own_layers(model))]
+    return list({tuple(type(module) for module in layer.modules()): layer for layer in layers}.values())
+
+
+def _wrong_blocks(model: nn.Module, form: _Form) -> str | None:
+    """Why layers cannot be blocks, by the results of one layer of each kind. Collective among those that share them."""
+    for layer in _kinds(model):
         try:
-            SplitBlock.from_layer(layer, group=group, rank_shares=rank_shares, transposed=False, submit=False)
+            form._replace(transposed=False, submit=False).block(layer)
         except InvalidArgument as error:
             return str(error)
     return None
 
 
-def _into_blocks(
-    model: nn.Module, group: Group, rank_shares: Sequence[float] | None, transposed: bool | None, submit: bool | None
-) -> None:
-    layers = _list_of_layers(model) or []
-    blocks: list[SplitBlock] = []
-    for number, layer in enumerate(layers):
-        tables = {id(table): table for table in map(table_of, blocks)}.values()
-        blocks.append(
-            SplitBlock.from_layer(
-                layer,
-                group=group,
-                rank_shares=rank_shares,
-                transposed=transposed,
-                submit=submit,
-                tables=tables,
-                check=False,
-            )
-        )
-        layers[number] = blocks[-1]
-    shard_head(model, group, transposed)
+def _decode_seconds(model: nn.Module, form: _Form, rows: int, group: Group) -> tuple[float, float]:
+    """The time of a decode step by a block and by a layer: the mean over kinds of layers and over the ranks."""
+    found = []
+    for layer in _kinds(model):
+        norm = layer.input_layernorm.weight
+        found.append(decode_seconds([form.block(layer, check=False), layer], rows, norm.size, norm.dtype))
+    nanoseconds = np.array(found).mean(axis=0) * 1e9
+    every = agree(NAME, group, None, {}, nanoseconds.astype(np.int64).tolist())
+    block, layer = (every.mean(axis=0) / 1e9).tolist()
+    return block, layer
 
 
-def _shard_own_layers(model: nn.Module, group: Group, rank_shares: Sequence[float] | None, submit: bool | None) -> None:
-    with agreed(NAME, group):
-        plan = plan_shards(model, tp=group.size(), rank_shares=rank_shares)
-        if group.size() > 1 and not plan.sharded:
-            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can shard")
-    shard_model(model, plan, group=group)
-    if mx.default_device() != mx.cpu if submit is None else submit:
-        submit_sums(model)
+def _slower(block: float, layer: float, rows: int) -> str | None:
+    """Why blocks do not pay; ``None`` where they do."""
+    if block < layer:
+        return None
+    return f"a decode step of {rows} rows takes {block * 1e3:.2f} ms a layer by blocks, and {layer * 1e3:.2f} without"
+
+
+def _into_blocks(model: nn.Module, form: _Form, shard_vocabulary: bool) -> None:
+    layers, stage = _list_of_layers(model) or [], stage_of(model)
+    tables: dict[int, Any] = {}
+    for number in _own_layers(model):
+        row = group_of_layer(layers[number]) or form.alone
+        block = form.block(layers[number], tables=tables.values(), check=False)
+        tables[id(table_of(block))] = table_of(block)
+        if stage is not None:
+            calls_of(stage).route(block, number)
+        layers[number] = block  # and what it was made of goes, before the next layer
+    if shard_vocabulary:
+        shard_head(model, row, form.transposed)
+    mx.clear_cache()  # of what the layers were
 
 
 def _require_close(found: list[mx.array], wanted: list[mx.array], numbers: list[int], model_type: str) -> None:

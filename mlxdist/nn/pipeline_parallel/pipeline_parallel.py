@@ -76,16 +76,12 @@ def pipeline_parallel(model: M, *, group: GroupLike | None = None, stage_plan: S
 def _routed(model: Any, stage: Stage, layers: Layers) -> None:
     """Routes the calls of each layer, and those of the model, through the stage."""
 
-    def call_layer(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-        return calls.call_layer(kind, numbers[id(layer)], layer, *args, **keywords)
-
     def call_model(kind: Any, model: nn.Module, tokens: mx.array, *args: Any, **keywords: Any) -> Any:
         return calls.connected(tokens, *args, **keywords)
 
     calls = calls_of(stage)
-    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
-    for layer in model.layers:
-        intercept(layer, __call__=call_layer)
+    for number, layer in enumerate(model.layers):
+        calls.route(layer, number)
     intercept(model, __call__=call_model)
     model.stage = stage
 

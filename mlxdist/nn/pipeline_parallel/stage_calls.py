@@ -19,6 +19,7 @@ from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.ordering import Order
 
+from ..interception import intercept
 from .layers import Boundary, Layers, Like, at, with_value
 from .missing_layers import advance
 from .stage_plan import StagePlan
@@ -121,6 +122,14 @@ class StageCalls:
             (logits,) = mx.depends([mx.zeros(logits.shape, logits.dtype)], run.messages)
         self._calls += 1
         return self.transfer.broadcast(logits, self.stages - 1, self._calls)
+
+    def route(self, layer: nn.Module, number: int) -> None:
+        """Routes the calls of ``layer``, number ``number`` of the model, through :meth:`call_layer`."""
+
+        def call(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+            return self.call_layer(kind, number, layer, *args, **keywords)
+
+        intercept(layer, __call__=call)
 
     def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
         """Handles the model's call of a layer: computes it, or stands in for it if another stage has it."""

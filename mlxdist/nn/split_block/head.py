@@ -32,12 +32,11 @@ class InPlaceOf(nn.Module):
 class Head(nn.Module):
     """A linear whose outputs are sharded over the ranks, as evenly as they can be; the result is full on each."""
 
-    def __init__(self, linear: nn.Module, group: Group, transposed: bool | None) -> None:
+    def __init__(self, linear: nn.Module, group: Group, transposed: bool) -> None:
         super().__init__()
         self._group = group
         # Equal shares, not None: that would reject a vocabulary that the ranks do not divide.
         self._sizes = split_sizes("SplitModel: vocabulary", linear.weight.shape[0], group.size(), [1] * group.size())
-        transposed = mx.default_device() == mx.cpu if transposed is None else transposed
         self.matrix = merge([linear], [LinearShard(0, tuple(self._sizes), group.rank())], transposed)
         self._specs = tuple(matrix.spec for matrix in self.matrix)
 
@@ -50,7 +49,7 @@ class TiedEmbedding(InPlaceOf):
 
     original = "embedding"
 
-    def __init__(self, embedding: nn.Module, group: Group, transposed: bool | None) -> None:
+    def __init__(self, embedding: nn.Module, group: Group, transposed: bool) -> None:
         super().__init__()
         self.embedding = embedding
         self.head = Head(embedding, group, transposed)
@@ -64,6 +63,9 @@ class TiedEmbedding(InPlaceOf):
 
 def shard_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
     """Replaces ``lm_head``, or without one the tied ``embed_tokens``, if it is a plain one with enough tokens."""
+    transposed = mx.default_device() == mx.cpu if transposed is None else transposed
+    if group.size() == 1 and not transposed:
+        return  # it would be a copy
     for name, kinds, shard in (
         ("lm_head", (nn.Linear, nn.QuantizedLinear), Head),
         ("embed_tokens", (nn.Embedding, nn.QuantizedEmbedding), TiedEmbedding),

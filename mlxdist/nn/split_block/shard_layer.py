@@ -1,4 +1,7 @@
-"""A decoder layer of mlx-lm read and sharded for one rank: what the segments of a `SplitBlock` compute with."""
+"""A decoder layer of mlx-lm read for one rank: what the segments of a `SplitBlock` compute with.
+
+The layer is full, and the rank takes its shards; or `shard_model` has sharded it, and what it holds is this rank's.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,26 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.group.group import Group
 
 from ..layout.partition import split_sizes
-from ..tensor_parallel.linear_layers import check_parts, quantization_unit
+from ..tensor_parallel.linear_layers import (
+    COLUMN_SHARDED,
+    ROW_SHARDED,
+    check_linear,
+    check_others,
+    check_parts,
+    dims,
+    quantization_unit,
+)
 from ..tensor_parallel.parallel_attention import heads_of
-from .merged import LinearShard, Spec, merge
+from .merged import LinearShard, Spec, linear_of, merge
 
-__all__ = ["Shape", "require_shardable", "shard_layer"]
+__all__ = ["Shape", "group_of_layer", "shard_of_layer", "require_shardable"]
 
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -37,16 +51,18 @@ class Shape(NamedTuple):
     traditional: bool = False
 
 
-class Heads(NamedTuple):
-    """The heads of each rank. Where there are fewer KV heads than ranks, ranks next to each other hold the same one."""
+class Part(NamedTuple):
+    """A rank's part of a layer: its heads, and where its shards of the matrices lie; None: a matrix is the shard."""
 
-    query: list[int]
-    key: list[int]
-    key_rank: int  # whose shard of the keys and values this rank holds
-    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    query: LinearShard | None = None
+    key: LinearShard | None = None
+    inner: LinearShard | None = None  # outputs of gate and up, inputs of down
 
 
-def shard_layer(
+def shard_of_layer(
     layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None, transposed: bool
 ) -> tuple[Shape, dict[str, Any]]:
     """The layer's `Shape`, as far as it determines it, and this rank's parameters, evaluated.
@@ -54,45 +70,103 @@ def shard_layer(
     Raises:
         InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be sharded like this.
     """
-    heads, inner = _shards(layer, rank, ranks, rank_shares)
+    part = _part(layer, rank, ranks, rank_shares)
     attention, mlp = layer.self_attn, layer.mlp
-    query = LinearShard(0, tuple(count * heads.dim for count in heads.query), rank)
-    key = LinearShard(0, tuple(count * heads.dim for count in heads.key), heads.key_rank)
-    columns, rows = LinearShard(0, tuple(inner), rank), LinearShard(1, tuple(inner), rank)
     once = rank == 0  # of a linear whose inputs are sharded one rank adds the bias
+    rows = part.inner and part.inner._replace(axis=1)
     matrices = {
-        "qkv": merge([attention.q_proj, attention.k_proj, attention.v_proj], [query, key, key], transposed),
-        "output": merge([attention.o_proj], [query._replace(axis=1)], transposed, keep_bias=once),
-        "gate_up": merge([mlp.gate_proj, mlp.up_proj], [columns, columns], transposed),
+        "qkv": merge([attention[name] for name in _ATTENTION[:3]], [part.query, part.key, part.key], transposed),
+        "output": merge([attention.o_proj], [part.query and part.query._replace(axis=1)], transposed, keep_bias=once),
+        "gate_up": merge([mlp.gate_proj, mlp.up_proj], [part.inner, part.inner], transposed),
         "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
     }
-    norms, eps = _merged_norms(layer, heads, rank)
+    norms, eps = _merged_norms(layer, part)
     specs: dict[str, Any] = {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
-    shape = Shape(heads.query[rank], heads.key[heads.key_rank], heads.dim, float(attention.scale), eps, **specs)
+    shape = Shape(part.heads, part.kv_heads, part.head_dim, float(attention.scale), eps, **specs)
     return shape, {**norms, **matrices}
 
 
 def require_shardable(layer: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> None:
-    """Raises InvalidArgument where `shard_layer` would, and evaluates nothing."""
-    _shards(layer, 0, ranks, rank_shares)
+    """Raises InvalidArgument where `shard_of_layer` would, and evaluates nothing."""
+    _part(layer, 0, ranks, rank_shares)
 
 
-def _shards(layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> tuple[Heads, list[int]]:
-    """How heads and the MLP's inner width are sharded, once it is certain that the layer is one that can be."""
+def group_of_layer(layer: nn.Module) -> Group | None:
+    """The ranks over which `shard_model` has sharded a layer's attention and MLP; ``None``: it is full."""
+    blocks = [block for name in ("self_attn", "mlp") if isinstance(block := layer.get(name), nn.Module)]
+    regions = [vars(block).get("_region") for block in blocks]
+    return next((region.group for region in regions if region is not None), None)
+
+
+def _part(layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> Part:
+    """This rank's part, once it is certain that the layer is one that a block can stand for."""
     attention, mlp = _require_parts(layer)
-    heads = _head_shards(attention, rank, ranks, rank_shares)
+    _norms(layer)
+    if group_of_layer(layer) is not None:
+        return _held_part(attention, mlp, COLUMN_SHARDED, ROW_SHARDED)
+    if ranks == 1:
+        return _held_part(attention, mlp)
+    query, key, key_rank, dim = _head_shards(attention, rank, ranks, rank_shares)
     check_parts("SplitBlock", mlp, _MLP)
     width, multiple = mlp.gate_proj.weight.shape[0], quantization_unit(mlp.down_proj)
     inner = split_sizes("SplitBlock: intermediate size of the MLP", width, ranks, rank_shares, multiple)
-    _norms(layer)
-    return heads, inner
+    return Part(
+        query[rank],
+        key[key_rank],
+        dim,
+        LinearShard(0, tuple(count * dim for count in query), rank),
+        LinearShard(0, tuple(count * dim for count in key), key_rank),
+        LinearShard(0, tuple(inner), rank),
+    )
+
+
+def _held_part(
+    attention: nn.Module, mlp: nn.Module, columns: tuple[type, ...] = (), rows: tuple[type, ...] = ()
+) -> Part:
+    """The part that a layer's matrices are, with or without adapters on them. ``columns``, ``rows``: the classes of
+    those whose outputs and inputs are sharded; none for a layer that is full."""
+    check_others("SplitBlock", attention, (*_ATTENTION, *_NORMS, "rope"))
+    check_others("SplitBlock", mlp, _MLP)
+    for module, names, kinds in (
+        (attention, _ATTENTION[:3], columns),
+        (attention, _ATTENTION[3:], rows),
+        (mlp, _MLP[:2], columns),
+        (mlp, _MLP[2:], rows),
+    ):
+        for name in names:
+            _check_held(name, linear_of(module[name]), kinds)
+        if getattr(vars(module).get("_region"), "scaled", None):
+            raise InvalidArgument(
+                f"SplitBlock: ranks multiply parameters of {type(module).__name__} before they add up"
+            )
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    sizes = {name: dims(linear_of(attention[name])) for name in _ATTENTION}
+    dim = sizes["q_proj"][0] // heads
+    inner = {dims(linear_of(mlp.gate_proj))[0], dims(linear_of(mlp.up_proj))[0], dims(linear_of(mlp.down_proj))[1]}
+    found = [*(sizes[name][0] for name in _ATTENTION[:3]), sizes["o_proj"][1]]
+    norms = {attention[name].weight.size for name in _NORMS if name in attention}
+    if found != [heads * dim, kv_heads * dim, kv_heads * dim, heads * dim] or norms - {dim} or len(inner) > 1:
+        raise InvalidArgument(
+            f"SplitBlock: projections of {found} and {sorted(inner)} features, and norms of {sorted(norms)}, are not "
+            f"those of {heads} heads, {kv_heads} KV heads and an MLP"
+        )
+    return Part(heads, kv_heads, dim)
+
+
+def _check_held(name: str, linear: nn.Module, kinds: tuple[type, ...]) -> None:
+    if type(linear).__name__ == "MultiLoRALinear":
+        raise InvalidArgument(f"SplitBlock: {name} has adapters of which each row of a batch has its own")
+    if not kinds:
+        check_linear(f"SplitBlock: {name}", linear)
+    elif not isinstance(linear, kinds):
+        raise InvalidArgument(f"SplitBlock: {name} is a {type(linear).__name__}, which is not sharded as in Llama")
 
 
 def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     name = type(layer).__name__
     wanted = {
         "": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-        "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj", "rope", "n_heads", "n_kv_heads", "scale"),
+        "self_attn.": (*_ATTENTION, "rope", "n_heads", "n_kv_heads", "scale"),
         "mlp.": _MLP,
     }
     missing = []
@@ -106,7 +180,11 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     return layer.self_attn, layer.mlp
 
 
-def _head_shards(attention: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> Heads:
+def _head_shards(
+    attention: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None
+) -> tuple[list[int], list[int], int, int]:
+    """The query heads of each rank; the KV heads of each shard of these, and which of the shards this rank has: where
+    there are fewer than ranks, ranks next to each other hold the same one; the features of a head."""
     query, held, dim = heads_of("SplitBlock", attention, ranks, rank_shares)
     shards = list(dict.fromkeys(held))
     if sum(map(len, shards)) != attention.n_kv_heads:
@@ -114,14 +192,14 @@ def _head_shards(attention: nn.Module, rank: int, ranks: int, rank_shares: Seque
             f"SplitBlock: KV heads: {attention.n_kv_heads} can be neither split over {ranks} ranks nor each given to "
             "some of them; choose a number of ranks that is a multiple or a divisor of it"
         )
-    return Heads(query, [len(shard) for shard in shards], shards.index(held[rank]), dim)
+    return query, [len(shard) for shard in shards], shards.index(held[rank]), dim
 
 
 def _norms(layer: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The norms of the layer, and those of queries and keys, if there are."""
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     attention = layer.self_attn
-    of_heads = [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    of_heads = [attention[name] for name in _NORMS if name in attention]
     for norm in norms + of_heads:
         if type(norm) is not nn.RMSNorm:
             raise InvalidArgument(f"SplitBlock: {type(norm).__name__} of {type(norm).__module__} is not nn.RMSNorm")
@@ -130,13 +208,13 @@ def _norms(layer: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return norms, of_heads
 
 
-def _merged_norms(layer: nn.Module, heads: Heads, rank: int) -> tuple[dict[str, mx.array], tuple[float, ...]]:
+def _merged_norms(layer: nn.Module, part: Part) -> tuple[dict[str, mx.array], tuple[float, ...]]:
     """This rank's norms, those of queries and keys as one: a row for each head."""
     norms, of_heads = _norms(layer)
     arrays = {"input_norm": norms[0].weight, "post_norm": norms[1].weight}
     if of_heads:
-        counts = heads.query[rank], heads.key[heads.key_rank]
-        rows = [mx.broadcast_to(norm.weight, (count, heads.dim)) for norm, count in zip(of_heads, counts)]
+        counts = part.heads, part.kv_heads
+        rows = [mx.broadcast_to(norm.weight, (count, part.head_dim)) for norm, count in zip(of_heads, counts)]
         arrays["qk_norm"] = mx.concatenate(rows)
     mx.eval(arrays)
     return arrays, tuple(float(norm.eps) for norm in norms + of_heads[:1])

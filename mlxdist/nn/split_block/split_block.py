@@ -34,7 +34,7 @@ from mlxdist.runtime.operations.collectives import all_sum
 from ..rank_checks import agreed, described
 from .merged import project
 from .rotary import RotaryTable, rotate
-from .shard_layer import Shape, shard_layer
+from .shard_layer import Shape, group_of_layer, shard_of_layer
 from .submissions import submit, traced
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "SplitBlock",
     "positions",
     "positions_of",
+    "ranks_of",
     "relative_error",
     "reserve",
     "segments",
@@ -106,15 +107,18 @@ class SplitBlock(nn.Module, metaclass=Opaque):
         tables: Iterable[RotaryTable] = (),
         check: bool = True,
     ) -> SplitBlock:
-        """Shards a decoder layer of mlx-lm that is shaped as in Llama or Qwen3 and not sharded yet.
+        """Makes a block of a decoder layer of mlx-lm that is shaped as in Llama or Qwen3, full or sharded already.
 
         That is: ``input_layernorm``, ``self_attn`` (``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``rope``; with or
         without ``q_norm`` and ``k_norm`` over a head), ``post_attention_layernorm``, ``mlp`` (``gate_proj``,
-        ``up_proj``, ``down_proj``, SiLU); linears of `nn.Linear` or `nn.QuantizedLinear`, with or without bias.
+        ``up_proj``, ``down_proj``, SiLU); linears of `nn.Linear` or `nn.QuantizedLinear`, with or without bias, and on
+        one rank, or in a layer that is sharded, also with low-rank adapters.
 
         Args:
-            layer, group: the same layer on all ranks of the group, which all call this.
-            rank_shares: one positive number a rank, for shards in that proportion (see `split_sizes`).
+            layer, group: the same layer on all ranks of the group, which all call this. A layer that `shard_model` has
+                sharded stays so, over the ranks that it is sharded over: they call this, and ``group`` is not used.
+            rank_shares: one positive number a rank, for shards in that proportion (see `split_sizes`); ``None`` for a
+                layer that is sharded.
             transposed: keep matrices as (in, out); by default on the CPU backend only.
             submit: hand each segment to MLX at once; by default on a GPU only.
             tables: of other layers; one that stands for this layer's rotary embedding, too, is shared.
@@ -126,24 +130,27 @@ class SplitBlock(nn.Module, metaclass=Opaque):
                 block computes, or has other weights on another rank; a rank with another exception raises that itself.
             Mismatch: on all ranks, which have other layers.
         """
-        group, on_cpu = group_of(group), mx.default_device() == mx.cpu
-        with agreed(NAME, group, described(layer)) if check else nullcontext():
+        held, on_cpu = group_of_layer(layer) if isinstance(layer, nn.Module) else None, mx.default_device() == mx.cpu
+        group = held or group_of(group)
+        with agreed(NAME, group, described(layer) if held is None else {}) if check else nullcontext():
+            if held is not None and rank_shares is not None:
+                raise InvalidArgument(f"{NAME}: the layer is sharded already; leave out rank_shares")
             transposed = on_cpu if transposed is None else transposed
-            shape, parameters = shard_layer(layer, group.rank(), group.size(), rank_shares, transposed)
+            shape, parameters = shard_of_layer(layer, group.rank(), group.size(), rank_shares, transposed)
             rope, dim = layer.self_attn.rope, shape.head_dim
             table = next((table for table in tables if table.stands_for(rope, dim)), None) or RotaryTable(rope, dim)
             shape = shape._replace(rotated=table.dims, traditional=table.traditional)
             block = create(cls, shape, parameters, table, group, not on_cpu if submit is None else submit)
             for name, value in settings(layer).items():
                 setattr(block, name, value)
-            if check:
-                # On all ranks the same tokens, and each compares with its own layer.
-                x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
-                wanted = layer(x, "causal", None) - x
-                mx.eval(wanted)
+            # On all ranks the same tokens, and each compares with its own layer.
+            x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
+            if check and held is None:
+                wanted = _evaluated(layer, x)
         if check:
-            found = block(x, "causal") - x
-            mx.eval(found)
+            if held is not None:  # ranks add up, which they must not do within the block above
+                wanted = _evaluated(layer, x)
+            found = _evaluated(block, x)
             with agreed(NAME, group):
                 _require_close(found, wanted, type(layer).__name__)
         return block
@@ -245,6 +252,11 @@ def without_sums(block: SplitBlock) -> SplitBlock:
     return create(SplitBlock, block._shape, dict(block), block._table, None, block.submit)
 
 
+def ranks_of(block: SplitBlock) -> int:
+    """The number of ranks that share it."""
+    return 1 if block._group is None else block._group.size()
+
+
 def table_of(block: SplitBlock) -> RotaryTable:
     """That of its rotary embedding, for ``tables`` of :meth:`SplitBlock.from_layer`."""
     return block._table
@@ -291,6 +303,13 @@ def relative_error(found: mx.array, wanted: mx.array) -> float:
     difference = mx.linalg.norm(mx.where(found == wanted, 0, found - wanted))
     norm = mx.linalg.norm(mx.where(mx.isinf(wanted), 0, wanted))
     return float(np.array(difference / mx.maximum(norm, 1e-30)))
+
+
+def _evaluated(layer: nn.Module, x: mx.array) -> mx.array:
+    """What a layer, or its block, adds to ``x``."""
+    y = layer(x, "causal", None) - x
+    mx.eval(y)
+    return y
 
 
 def _require_close(found: mx.array, wanted: mx.array, name: str) -> None:

@@ -45,11 +45,16 @@ def check_has(name: str, module: nn.Module, keys: Sequence[str], kind: str) -> N
 
 def check_parts(name: str, module: nn.Module, linears: Sequence[str], others: Sequence[str] = ()) -> None:
     """Rejects a module with parameters besides ``others`` and these linear layers, which are plain or quantized."""
-    found = {path.split(".")[0] for path in parameters(module)}
-    if more := sorted(found.difference(linears, others)):
-        raise InvalidArgument(f"{name}: {type(module).__name__} has other parameters, too: {', '.join(more)}")
+    check_others(name, module, (*linears, *others))
     for key in linears:
         check_linear(f"{name}: {key}", module[key])
+
+
+def check_others(name: str, module: nn.Module, known: Sequence[str]) -> None:
+    """Rejects a module with parameters besides those of the layers ``known``."""
+    found = {path.split(".")[0] for path in parameters(module)}
+    if more := sorted(found.difference(known)):
+        raise InvalidArgument(f"{name}: {type(module).__name__} has other parameters, too: {', '.join(more)}")
 
 
 def dims(linear: nn.Module) -> tuple[int, int]:

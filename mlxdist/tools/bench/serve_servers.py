@@ -18,10 +18,10 @@ from mlxdist.launch.run_job import job_command
 
 from .serve_load import HOST, ask
 
-__all__ = ["ALONE", "DRAFTS", "MLX_LM", "OURS", "RING", "SPLIT", "Job", "accepted_drafts", "running"]
+__all__ = ["ALONE", "DRAFTS", "MLX_LM", "OURS", "OWN_LAYERS", "RING", "Job", "accepted_drafts", "running"]
 
-# `mlxdist serve`, with split blocks, with a draft model; mlx_lm.server on our group, on that of MLX, on one process.
-OURS, SPLIT, DRAFTS, MLX_LM, RING, ALONE = "mlxdist", "split", "drafts", "mlx-lm", "ring", "alone"
+# `mlxdist serve`, with mlx-lm's own layers, with a draft model; mlx_lm.server on our group, on MLX's, on one process.
+OURS, OWN_LAYERS, DRAFTS, MLX_LM, RING, ALONE = "mlxdist", "unsplit", "drafts", "mlx-lm", "ring", "alone"
 _READY_SECONDS = 300.0  # to load the model; on Linux MLX compiles its kernels the first time
 _END_SECONDS = 60.0
 # Keeps the module that it runs on the core of its rank. mlx_lm.server can say nothing of that itself.
@@ -55,10 +55,10 @@ class Job:
 
     def command(self, name: str, port: int) -> tuple[list[str], dict[str, str]]:
         """Returns the launcher's command for a server, and its environment."""
-        is_ours = name in (OURS, SPLIT, DRAFTS)
+        is_ours = name in (OURS, OWN_LAYERS, DRAFTS)
         module = "mlxdist" if is_ours else "mlx_lm"
         words = ["serve", self.model] if is_ours else ["server", "--model", self.model]
-        words += {SPLIT: ["--split-blocks"], DRAFTS: ["--draft-model", self.draft_model]}.get(name, [])
+        words += {OWN_LAYERS: ["--no-split-blocks"], DRAFTS: ["--draft-model", self.draft_model]}.get(name, [])
         arguments = [module, *words, "--host", HOST, "--port", str(port)]
         if self.pinned:
             program = code_command(_PINNED, *arguments, python=self.python)
