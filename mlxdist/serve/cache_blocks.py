@@ -56,7 +56,7 @@ def part_of(block: Block, tokens: slice) -> Block:
 
 def copied_states(caches: Sequence[Any]) -> States:
     """Copies of the states in ``caches``, with memory of their own."""
-    copies = [tree_map(_copied_array, cache.state) for cache in _with_states(caches)]
+    copies = [tree_map(_copied_array, _state(cache)) for cache in _with_states(caches)]
     mx.async_eval(copies)
     return tuple(copies)
 
@@ -69,7 +69,11 @@ def fill(caches: Sequence[Any], blocks: Sequence[Block], tokens: int, states: St
             cache.keys, cache.values = (mx.concatenate(each, axis=-2)[..., :tokens, :] for each in zip(*layer))
             cache.offset = tokens
     for cache, state in zip(_with_states(caches), states):
-        cache.state = copy.deepcopy(state)  # mlx-lm assigns to elements of its arrays
+        state = copy.deepcopy(state)  # mlx-lm assigns to elements of its arrays
+        if _has_settable_state(cache):
+            cache.state = state
+        else:
+            vars(cache).update(state)
 
 
 def packed(block: Block, states: States) -> tuple[dict[str, mx.array], dict[str, Any]]:
@@ -93,6 +97,15 @@ def unpacked(arrays: Mapping[str, mx.array], scalars: Mapping[str, Any]) -> tupl
     values = {**arrays, **scalars}
     named = [(name.removeprefix(_STATES), value) for name, value in values.items() if name.startswith(_STATES)]
     return block, tuple(tree_unflatten(named)) if named else ()
+
+
+def _state(cache: Any) -> Any:
+    """What `fill` puts into another cache: mlx-lm's state, or its attributes where that can only be read."""
+    return cache.state if _has_settable_state(cache) else vars(cache)
+
+
+def _has_settable_state(cache: Any) -> bool:
+    return getattr(type(cache), "state").fset is not None  # a property
 
 
 def _copied(array: mx.array, tokens: slice) -> mx.array:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.host_identity import host_identity
@@ -116,5 +116,10 @@ def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
         return 0, 0
     if isinstance(cache, ArraysCache):
         return 0, cache.nbytes
+    if not hasattr(cache, "keys"):  # a kind of one model file: of one token here
+        return cache.nbytes, 0
     each = cache.nbytes / cache.keys.shape[-2]
-    return (0, each * (cache.max_size + chunk)) if isinstance(cache, RotatingKVCache) else (each, 0)
+    if isinstance(cache, RotatingKVCache | ChunkedKVCache):
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else cache.chunk_size
+        return 0, each * (window + chunk)
+    return each, 0

@@ -93,8 +93,9 @@ def quantize_caches(model: nn.Module, group_size: int, bits: int) -> None:
 
 
 def are_quantized(caches: Sequence[Any]) -> bool:
-    """Whether some of the caches are quantized."""
-    return any(isinstance(cache, QuantizedKVCache) for cache in caches)
+    """Whether some of the caches, those in lists, too, are quantized."""
+    lists = [cache for cache in caches if isinstance(cache, CacheList)]
+    return any(isinstance(cache, QuantizedKVCache) or are_quantized(cache.caches) for cache in lists)
 
 
 def loaded_caches(caches: Sequence[Any]) -> list[Any]:

@@ -54,6 +54,7 @@ __all__ = ["Clients", "Server", "run", "take_signals"]
 _HEARTBEAT = 1.0  # seconds
 _TOKENIZER_SECONDS = 30.0  # that a process may take to have its tokenizer before the server is ready
 _THREAD_END = 10.0  # seconds
+_POSITIONS = ("max_position_embeddings", "n_positions")  # the second is GPT-2's
 _CONTEXT = 1 << 15  # tokens, where config.json does not say
 
 
@@ -330,7 +331,10 @@ def _context(directory: Path, options: ServeOptions) -> int:
         InvalidArgument: no token is left.
     """
     config = load_config(directory)
-    found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    levels = (
+        [level[name] for name in _POSITIONS if level.get(name)] for level in (config, config.get("text_config", {}))
+    )
+    found = next((min(level) for level in levels if level), None)
     most = min(options.max_context or found or _CONTEXT, MAX_PROMPT)
     if found and most <= found:
         most = min(most, found - options.limits.num_draft_tokens)

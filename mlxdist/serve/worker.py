@@ -36,6 +36,7 @@ from .prefix_disk import PrefixDisk, StoredNode
 from .prefix_tree import PrefixTree, Reading
 from .prompt_logprobs import PromptLogprobs, ScoredModel, ScoresCache
 from .quantized_cache import are_quantized
+from .request_cache import OneRequestModel, cannot_be_batched
 from .row_caches import of_layers, of_rows
 from .sampling import MinTokens, sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
@@ -47,6 +48,8 @@ __all__ = ["BatchLimits", "Outcome", "Worker"]
 # lengths, because recurrent layers compute the padding, too. REQUESTS_ALONE: in all batches.
 PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
 REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
+
+_WRAPPERS = (AdaptedModel, DraftedModel, OneRequestModel, ScoredModel, SplitModel, VocabParallelModel)
 
 _LAST_STATES = 512  # tokens before the end of a prompt at which there are states; and at twice as many, and so on
 
@@ -125,24 +128,26 @@ class Worker:
         digest: CRC-32 of the tokens of the last step and their requests, and of the drafts.
 
     Raises:
-        InvalidArgument: the model has caches that mlx-lm cannot join in a batch, or from which drafts cannot be
-            removed.
+        InvalidArgument: there are to be drafts, and the model has caches from which these cannot be removed, or mlx-lm
+            cannot compute its requests in batches.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
-        if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
-            raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
+        file = source_of(_innermost(model))
+        fails_in_batches = cannot_be_batched(model, file)
+        if fails_in_batches and limits.num_draft_tokens:
+            raise InvalidArgument(f"serve: drafts are for models that mlx-lm can batch, and {file} is none")
         self._tokenizer = tokenizer
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         self._sharded = model if isinstance(model, VocabParallelModel) else None
-        self._model = _scored(model)
+        self._model = _scored(OneRequestModel(model) if fails_in_batches else model)
         self._drafts = limits.num_draft_tokens
         # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
         stage = stage_of(self._model)
         self._batches = 1 if stage is None else stage.stages
-        file = source_of(_innermost(model))
-        places = 1 if file in REQUESTS_ALONE else limits.decode_concurrency
-        prompts = 1 if file in (*REQUESTS_ALONE, *PROMPTS_ALONE) else limits.prompt_concurrency
+        requests_alone = fails_in_batches or file in REQUESTS_ALONE
+        places = 1 if requests_alone else limits.decode_concurrency
+        prompts = 1 if requests_alone or file in PROMPTS_ALONE else limits.prompt_concurrency
         self._places = -(-places // self._batches)
         self._sizes = {"completion_batch_size": self._places, "prefill_batch_size": -(-prompts // self._batches)}
         self._generator = self._new_generator(limits.prefill_step_size)
@@ -406,6 +411,6 @@ def _scored(model: Any) -> Any:
 
 def _innermost(model: Any) -> nn.Module:
     """mlx-lm's model inside its wrappers."""
-    while isinstance(model, AdaptedModel | DraftedModel | ScoredModel | SplitModel | VocabParallelModel):
+    while isinstance(model, _WRAPPERS):
         model = model.model
     return model

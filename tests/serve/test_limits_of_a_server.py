@@ -155,8 +155,9 @@ def test_what_keeps_a_server_from_starting(model, tmp_path):
         port = taken.getsockname()[1]
         assert f"cannot listen at 127.0.0.1, port {port}: " in error(model, "--port", port)
     assert "there is no" in error(tmp_path / "nothing", "--port", 0)
-    for kind in ("llama4", "gemma2"):
-        assert "cannot batch requests" in error(save_model_folder(tmp_path / kind, kind), "--port", 0)
+    alone = save_model_folder(tmp_path / "gemma2", "gemma2")
+    assert "drafts are for models that mlx-lm can batch, and gemma2 is none" in error(alone, "--prompt-lookup")
+    assert "with quantized KV caches (--kv-bits)" in error(alone, "--kv-bits", 8, "--kv-group-size", 32)
     assert "is not JSON" in error(model, "--chat-template-args", "{")
     assert "must be 8 to 256 letters" in error(model, "--api-key", "short")
 

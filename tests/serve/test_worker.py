@@ -11,9 +11,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.server import _make_logits_processors, _make_sampler
 from overlapping import ALL, admission, run
-from serving import NOT_BATCHED, PLAIN, answer_of, save_model_folder
+from serving import PLAIN, answer_of, save_model_folder
 
-from mlxdist import InvalidArgument, Mismatch
+from mlxdist import Mismatch
 from mlxdist.serve.decisions import Decisions
 from mlxdist.serve.memory import cache_sizes
 from mlxdist.serve.scheduler import Request
@@ -233,17 +233,13 @@ def test_other_tokens_than_those_of_rank_0_are_a_mismatch(loaded):
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3", "afm7", "gemma2", "llama4"]
+    ["qwen3", "afm7", "gemma2", "llama4", "deepseek_v41", "gpt_bigcode", "phi3small"]
     + [pytest.param(kind, marks=pytest.mark.long) for kind in ("jamba", "prism_hadamard_qwen35")],
 )
 def test_models_that_mlx_lm_batches_and_others(loaded, kind):
-    """Batches of several prompts, of one, and of one request; a model with which all fail is refused before there are
-    any. tests/serve/test_served_models.py has the other kinds."""
+    """Batches of several prompts, of one, and of one request; models that fail in all batches of mlx-lm.
+    tests/serve/test_served_models.py has the other kinds."""
     model, limits = tiny_models.build(kind), BatchLimits(prefill_step_size=4)
-    if kind in NOT_BATCHED:
-        with pytest.raises(InvalidArgument, match="mlx-lm cannot batch requests of (a|this) model"):
-            Worker(model, loaded[1], limits).warm_up()
-        return
     worker = Worker(model, loaded[1], limits)
     assert worker.warm_up() == tiny_models.config_of(kind).get("vocab_size", 96)
     expected = overlapping.alone(model)

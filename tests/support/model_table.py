@@ -9,10 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
-from serving import NOT_BATCHED
 
 from mlxdist.nn.models.plan import Plan, Shard, plan_shards
 from mlxdist.nn.models.plan.shard_model import why_not_trained
+from mlxdist.serve.request_cache import cannot_be_batched
 from mlxdist.serve.worker import PROMPTS_ALONE, REQUESTS_ALONE
 
 FILE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -35,8 +35,8 @@ these. Where that column says "rejected", a gradient of the sharded model is an 
 
 [`mlxdist serve`](serve.md) serves {served} of them: `tests/serve/test_served_models.py` compares the tokens of overlapping
 requests, of which one is cancelled and one has a cached prefix, on 2 ranks with those that mlx-lm generates for each alone on one
-process. Of some, mlx-lm's batches give other tokens than a request alone: of these, `mlxdist serve` computes prompts, or
-requests, one at a time.
+process. Of some, mlx-lm's batches fail, or give other tokens than a request alone: of these, `mlxdist serve` computes prompts,
+or requests, one at a time.
 
 | model file | how | what is sharded | share | trains | served | what stays unsharded, and why |
 |---|---|---|---|---|---|---|
@@ -53,9 +53,10 @@ def write() -> str:
         plan = plan_shards(model := tiny_models.build(name), tp=2)
         cut += bool(plan.sharded)
         how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.sharded else "not sharded"
+        alone = cannot_be_batched(model, name)
         trains = _trains(name, why_not_trained(model, plan))
         shares = ", ".join(_blocks(plan.sharded)), f"{_share(plan):.0%}"
-        rows.append((name, how, *shares, trains, _served(name), _whole(name, plan)))
+        rows.append((name, how, *shares, trains, _served(name, alone), _whole(name, plan)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     served = sum(row[5].startswith("yes") for row in rows)
     return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files), served=served) + table
@@ -68,13 +69,11 @@ def _trains(name: str, refused: str | None) -> str:
     return f"not compared: {reason}" if reason else "yes"
 
 
-def _served(name: str) -> str:
-    if name in NOT_BATCHED:
-        return "rejected: mlx-lm cannot batch it"
+def _served(name: str, alone: bool) -> str:
     if name in tiny_models.NOT_COMPARED:
         return "not compared"
-    alone = {"prompts": PROMPTS_ALONE, "requests": REQUESTS_ALONE}
-    return ", ".join(["yes", *(f"{what} one at a time" for what, names in alone.items() if name in names)])
+    found = {"prompts": name in PROMPTS_ALONE, "requests": alone or name in REQUESTS_ALONE}
+    return ", ".join(["yes", *(f"{what} one at a time" for what, is_so in found.items() if is_so)])
 
 
 def _blocks(shards: list[Shard]) -> list[str]:

@@ -39,8 +39,6 @@ from mlxdist.tools.bench.byte_model import byte_tokenizer, save_byte_tokenizer
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
 VOCABULARY = 259  # a token for every byte, one for the end, two of the template
 CONTEXT = 512
-# Model files of mlx-lm that its batches cannot serve: caches without a merge(), masks and positions of one sequence.
-NOT_BATCHED = ("deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small")
 ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "MLX_DISABLE_COMPILE": "1",  # on CPUs MLX calls a C++ compiler for every fused kernel

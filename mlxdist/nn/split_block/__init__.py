@@ -2,6 +2,7 @@
 
 split_block.py   SplitBlock, one layer; SplitModel, a full model of them, is in models/
 shard_layer.py   this rank's shard of a layer of mlx-lm; merged.py: its matrices, merged and transposed once
+decode_time.py   the time of a decode step by a block and by the layer
 head.py          the head, sharded by vocabulary
 rotary.py        rotary embeddings at an offset that is an array
 probes.py        a few tokens at positions that a configuration names
