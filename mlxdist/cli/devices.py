@@ -111,7 +111,7 @@ def _print(report: Sequence[tuple[Listing, list[Finding]]], note: str) -> None:
     found = [device for listing, _ in report for device in listing.devices]
     for table in (_ports(found), _addresses(found), _limits(found)) if found else ():
         console.print(table)
-    if any(device.probe for device in found):
+    if any(device.found_in_words() for device in found):
         console.print(_probes(found))
     if note:
         console.print(note, soft_wrap=True)
@@ -167,7 +167,7 @@ def _limits(found: Sequence[Device]) -> Table:
 
 
 def _probes(found: Sequence[Device]) -> Table:
-    return _kinds("Found by a probe", [(device.name, device.probe.in_words()) for device in found if device.probe], str)
+    return _kinds("Found by a probe", [(device.name, device.found_in_words()) for device in found], str)
 
 
 def _kinds(title: str, of: Sequence[tuple[str, Mapping[str, Any]]], show: Callable[[Any], str]) -> Table:

@@ -176,6 +176,7 @@ typedef struct mlxdist_options {
                                    use */
   int32_t algo;                 /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;             /* 1: every message carries a CRC32C, and what arrives damaged is retransmitted */
+  uint32_t largest_message;     /* that arrives on every link of the job, as peer probes have found; 0: as ports say */
   const char* host;             /* name of this machine, for error texts; NULL: the system's. Copied */
   const char* soft_profile;     /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
                                    "apple-tb5-27", "apple-odd", "rxe" */
@@ -328,6 +329,45 @@ int64_t mlxdist_devices(const char* provider, const char* soft_profile, int32_t 
 /* The call of the library that mlxdist_devices is in, in any thread: "ibv_open_device(rdma_en2)"; "" in none. Drivers
  * have calls that never return. */
 void mlxdist_devices_call(char* text, uint64_t room);
+
+/* A probe of devices with a peer, for what no device says of itself: how long a message may be, and how it arrives. All
+ * ranks that have such links to each other take part, and take each step together, before they create a group:
+ *
+ *   mlxdist_peer_probe_open      opens the devices of options->links; also of the options count the numbers of slots,
+ *                                key, soft_profile and reliable
+ *   mlxdist_peer_probe_prepare   makes queue pairs, whose receives of bulk messages have `receive_bytes`; those of the
+ *                                step before are given back. `address`: mlxdist_peer_probe_address_size() bytes, by
+ *                                which the peers reach them
+ *   mlxdist_peer_probe_connect   with the addresses of all ranks: receives are posted
+ *   mlxdist_peer_probe_send      sends messages that fill the receives, and in the first round an empty one, in later
+ *                                ones one that needs two receives
+ *   mlxdist_peer_probe_receive   when all have sent: waits for what arrives, 10 ms at most
+ *
+ * and again from `prepare` on with smaller receives, while larger messages do not arrive. */
+#define MLXDIST_PEER_PROBE_BYTES 131072 /* the largest receives that are tried */
+#define MLXDIST_PEER_PROBE_FAILURE 48
+
+typedef struct mlxdist_peer_probe mlxdist_peer_probe;
+
+/* What one end of a link has received in a round. */
+typedef struct mlxdist_peer_finding {
+  int32_t arrives;                         /* 1: messages that fill the receives */
+  int32_t receives;                        /* of that size that were posted at one time, if they arrive */
+  int32_t empty;                           /* in the first round 1: an empty message arrived */
+  int32_t lengths;                         /* 1: byte_len of all that arrived was right */
+  int32_t packets;                         /* in later rounds 1: a message of 8192 bytes filled two receives of 4096 */
+  char failed[MLXDIST_PEER_PROBE_FAILURE]; /* why they do not arrive: "LOC_LEN_ERR" */
+  char larger[MLXDIST_PEER_PROBE_FAILURE]; /* likewise the message of 8192 bytes */
+} mlxdist_peer_finding;
+
+int mlxdist_peer_probe_open(int32_t rank, int32_t size, const mlxdist_options* options, mlxdist_peer_probe** probe);
+uint64_t mlxdist_peer_probe_address_size(const mlxdist_peer_probe* probe);
+int mlxdist_peer_probe_prepare(mlxdist_peer_probe* probe, uint32_t receive_bytes, void* address);
+int mlxdist_peer_probe_connect(mlxdist_peer_probe* probe, const void* addresses, uint64_t bytes);
+void mlxdist_peer_probe_send(mlxdist_peer_probe* probe);
+/* `findings`: size x MLXDIST_MAX_LINKS, in the order of the links. */
+void mlxdist_peer_probe_receive(mlxdist_peer_probe* probe, mlxdist_peer_finding* findings);
+void mlxdist_peer_probe_close(mlxdist_peer_probe* probe);
 
 /* What to do about a port of a Mac in bridge0 or without an IPv4 address; errors of connecting say it, too. */
 const char* mlxdist_port_remedy(void);

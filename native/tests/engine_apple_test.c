@@ -80,6 +80,27 @@ static void slots_of_one_frame(struct world *world, int rank, int size) {
   REQUIRE(strstr(mlxdist_last_error(), "2048 bulk slots of 4096 bytes need 4096 frames in a queue"));
 }
 
+/* What was found with a peer counts, whatever a port says: less than that or, by the rule for its version, more. */
+static void slots_that_were_found(struct world *world, int rank, int size) {
+  static const struct {
+    const char *profile;
+    uint32_t found, bytes, slots;
+  } cases[] = {{"apple-tb5", 16384, 16384, 6 * 8},
+               {"apple-tb5", MLXDIST_PEER_PROBE_BYTES, 128 << 10, 6},
+               {"apple-tb5-26.2", MLXDIST_PEER_PROBE_BYTES, 128 << 10, 6},
+               {"ideal", 4096, 4096, 6 * 32}};
+  (void)world;
+  for (int i = 0; i < 4; i++) {
+    mlxdist_options options = options_of(cases[i].profile, 1);
+    options.largest_message = cases[i].found;
+    mlxdist_group *group;
+    REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
+    REQUIRE(group->engine->options.bulk_slot_bytes == cases[i].bytes);
+    REQUIRE(group->engine->options.bulk_slots == cases[i].slots);
+    mlxdist_group_destroy(group);
+  }
+}
+
 /* Two hosts with different versions of macOS. */
 static void versions_differ(struct world *world, int rank, int size) {
   int barriers = 0;
@@ -109,6 +130,7 @@ int main(void) {
   failed |= world_run(3, packets);
   failed |= world_run(2, other_answers);
   failed |= world_run(2, slots_of_one_frame);
+  failed |= world_run(2, slots_that_were_found);
   failed |= world_run(2, versions_differ);
   if (!failed) printf("engine_apple_test passed\n");
   return failed;

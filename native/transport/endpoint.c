@@ -68,7 +68,7 @@ void endpoint_address(const struct endpoint *endpoint, struct endpoint_address *
   }
 }
 
-int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *address) {
+int endpoint_check_address(struct endpoint *endpoint, const struct endpoint_address *address) {
   if (address->links != endpoint->link_count)
     return fail(MLXDIST_MISMATCH,
                 "ranks %d and %d do not agree on the cables between them: one has %u, the other %u; "
@@ -76,10 +76,20 @@ int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *a
                 endpoint->transport->rank, endpoint->rank, endpoint->link_count, address->links);
   for (uint32_t i = 0; i < endpoint->link_count; i++)
     if (address->mtus[i] && address->mtus[i] < endpoint->links[i].mtu) endpoint->links[i].mtu = address->mtus[i];
+  return MLXDIST_OK;
+}
+
+int endpoint_connect_channel(struct endpoint *endpoint, uint32_t i, const struct endpoint_address *address) {
+  return queue_pair_connect(&endpoint->channels[i], &address->gids[i / 2], address->lids[i / 2], address->qp_num[i],
+                            address->psn[i], endpoint->psn[i]);
+}
+
+int endpoint_connect(struct endpoint *endpoint, const struct endpoint_address *address) {
+  int status = endpoint_check_address(endpoint, address);
+  if (status) return status;
   for (uint32_t i = 0; i < endpoint->channel_count; i++) {
     struct channel *channel = &endpoint->channels[i];
-    int status = queue_pair_connect(channel, &address->gids[i / 2], address->lids[i / 2], address->qp_num[i],
-                                    address->psn[i], endpoint->psn[i]);
+    status = endpoint_connect_channel(endpoint, i, address);
     if (!status) status = receive_post_all(channel);
     if (status) return status;
     channel_mark_answered(channel);

@@ -68,6 +68,11 @@ void endpoint_free_memory(struct endpoint* endpoint);
 void endpoint_address(const struct endpoint* endpoint, struct endpoint_address* address);
 int endpoint_connect(struct endpoint* endpoint, const struct endpoint_address* address);
 
+/* The steps of it, for the probe of devices: whether the peer has as many links, whose MTUs both ends then use; and the
+ * i-th queue pair, to RTS and without receives. */
+int endpoint_check_address(struct endpoint* endpoint, const struct endpoint_address* address);
+int endpoint_connect_channel(struct endpoint* endpoint, uint32_t i, const struct endpoint_address* address);
+
 /* Sends what the peer must know to go on, if any of it is due and there is room. `lazily` leaves more of the window
  * open in the hope of a message that carries it. */
 int endpoint_flush(struct endpoint* endpoint, bool lazily);

@@ -18,13 +18,21 @@ static int check(const mlxdist_options *options, const struct device *device) {
               options->bulk_slots, options->bulk_slot_bytes, frames, device->name, device->max_frames);
 }
 
+/* The largest message that a device takes. What was found with peers counts, whatever the port says: Apple's says too
+ * much or, by a rule for its version (verbs/apple.c), perhaps too little. A probe tries no more than this much. */
+static uint32_t largest_message(const mlxdist_options *options, const struct device *device) {
+  uint32_t found = options->largest_message, said = device->port.max_msg_sz;
+  if (!found || (found == MLXDIST_PEER_PROBE_BYTES && said > found)) return said;
+  return found;
+}
+
 int frames_fit_slots(mlxdist_options *options, const struct device *devices, uint32_t count) {
   uint32_t slot = options->bulk_slot_bytes, asked = slot;
   for (uint32_t i = 0; i < count; i++) {
-    uint32_t most = devices[i].port.max_msg_sz / FRAME_BYTES * FRAME_BYTES;
+    uint32_t largest = largest_message(options, &devices[i]), most = largest / FRAME_BYTES * FRAME_BYTES;
     if (most < FRAME_BYTES)
       return fail(MLXDIST_RESOURCES, "device %s takes messages of %u bytes, and the least is %u", devices[i].name,
-                  devices[i].port.max_msg_sz, FRAME_BYTES);
+                  largest, FRAME_BYTES);
     if (most < slot) slot = most;
   }
   options->bulk_slots *= asked / slot;

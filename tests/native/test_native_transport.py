@@ -15,7 +15,7 @@ SANITIZED = pytest.param(SANITIZE_MEMORY, marks=[pytest.mark.sanitize, pytest.ma
 
 
 @pytest.mark.parametrize("flags", [["-O2"], SANITIZED], ids=["optimized", "memory"])
-@pytest.mark.parametrize("program", ["transport_test.c", "probe_test.c"])
+@pytest.mark.parametrize("program", ["transport_test.c", "probe_test.c", "peer_probe_test.c"])
 def test_transport(tmp_path, program, flags):
     sources = [NATIVE / "tests" / program, *with_simulated_clock(layer_sources("transport"))]
     flags = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes("transport"), *flags]

@@ -11,7 +11,7 @@ from mlxdist.base.errors import ResourceError, Timeout
 from mlxdist.base.validation import build
 from mlxdist.runtime.internal_thread import InternalThread
 
-from .probe import Probe
+from .probe import PeerProbe, Probe
 
 __all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Form", "Gid", "list_devices", "port_remedy", "speed_of"]
 
@@ -111,6 +111,7 @@ class Device:
     max_mtu: int | None = None
     limits: Mapping[str, int] = field(default_factory=dict, hash=False)
     probe: Probe | None = None  # limits that were tried, which count where those that the device says differ
+    peer_probe: PeerProbe | None = None  # likewise how messages arrive
 
     @property
     def is_active(self) -> bool:
@@ -120,6 +121,19 @@ class Device:
     def is_thunderbolt(self) -> bool:
         """Whether it is Apple's, or plays one. Other makers' devices under macOS have none of the rules of those."""
         return THUNDERBOLT in (self.link_layer, self.transport)
+
+    @property
+    def needs_peer_probe(self) -> bool:
+        """Whether only a message shows how long messages may be. The software provider keeps to what it says."""
+        return self.is_thunderbolt and self.provider != "soft"
+
+    def found_in_words(self) -> dict[str, str]:
+        """What probes have found, for people; empty where there was none."""
+        words = self.probe.in_words() if self.probe else {}
+        if self.peer_probe:
+            return words | self.peer_probe.in_words()
+        missing = {"messages": "not found yet: start a job of two hosts"}
+        return words | missing if words and self.needs_peer_probe else words
 
     @property
     def interfaces(self) -> tuple[str, ...]:
@@ -139,7 +153,8 @@ class Device:
             }
             for gid in self.gids
         ]
-        return vars(self) | {"gids": gids, "limits": dict(self.limits), "probe": self.probe and vars(self.probe)}
+        results = {"probe": self.probe and vars(self.probe), "peer_probe": self.peer_probe and vars(self.peer_probe)}
+        return vars(self) | {"gids": gids, "limits": dict(self.limits)} | results
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Device":
@@ -148,7 +163,8 @@ class Device:
             for gid in fields["gids"]
         )
         probe = fields["probe"] and build(Probe, fields["probe"])
-        return cls(**dict(fields) | {"gids": gids, "probe": probe})
+        peer_probe = fields["peer_probe"] and build(PeerProbe, fields["peer_probe"])
+        return cls(**dict(fields) | {"gids": gids, "probe": probe, "peer_probe": peer_probe})
 
 
 def list_devices(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from mlxdist.base.host_identity import host_identity
 from mlxdist.base.json_reader import parse_json
 from mlxdist.cluster.hostfile import device_map
 
+from .device import Device
 from .links import Choice, choose
 from .node_info import NodeInfo, host_numbers
 from .queue_pairs import check_queue_pairs
@@ -32,10 +33,13 @@ class Rendezvous(Protocol):
 @dataclass(frozen=True)
 class DeviceSelection:
     """``choice``: the devices that this rank uses; None where all ranks are on one host, and the software provider
-    connects them by itself. ``nodes``: those of all ranks, empty then."""
+    connects them by itself. ``nodes``: those of all ranks, ``choice_of``: their choices, ``devices``: all that is known
+    of this rank's; all empty then."""
 
     choice: Choice | None
     nodes: Sequence[NodeInfo] = ()
+    choice_of: Callable[[int], Choice] | None = None
+    devices: Sequence[Device] = ()
 
     @property
     def hosts(self) -> list[int]:
@@ -83,7 +87,7 @@ def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) 
         soft_transport=environment.soft_transport,
     )
     check_queue_pairs(nodes, environment.topology, choice_of)
-    return DeviceSelection(choice_of(environment.rank), nodes)
+    return DeviceSelection(choice_of(environment.rank), nodes, choice_of, here.devices)
 
 
 def _gather_hosts(

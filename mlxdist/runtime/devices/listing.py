@@ -44,7 +44,8 @@ def list_apart(
 
     Args:
         pyverbs: rdma-core's Python bindings list them, where they are installed.
-        probe: probe each active device: that takes all its queue pairs for a moment. pyverbs does not.
+        probe: probe each active device: that takes all its queue pairs for a moment. pyverbs does not. What was kept
+            of earlier probes does not count then.
     """
     command = module_command("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
     if probe:
@@ -80,7 +81,7 @@ def list_apart(
         last = complaint.strip().splitlines()[-1:] or ["it printed nothing"]
         return Listing(provider, error=f"listing the devices of {provider} failed: {last[0]}")
     devices = tuple(Device.from_json(fields) for fields in response["devices"])
-    return Listing(provider, devices if probe else with_probes(devices), response["error"], response["source"])
+    return Listing(provider, with_probes(devices), response["error"], response["source"])
 
 
 def may_have_devices() -> bool:

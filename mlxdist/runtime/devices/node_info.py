@@ -24,7 +24,7 @@ from mlxdist.base.validation import (
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
-from .probe import Probe
+from .probe import PeerProbe, Probe
 
 __all__ = ["NodeInfo", "host_numbers"]
 
@@ -122,6 +122,7 @@ def _pack_device(device: Device) -> dict[str, Any]:
         "speed": device.speed,
         "max_qp": max(0, device.limits.get("max_qp", 0)),
         "probe": device.probe and vars(device.probe),
+        "peer_probe": device.peer_probe and vars(device.peer_probe),
         "gids": [[gid.index, gid.type, gid.address.hex(), gid.prefix] for gid in gids],
     }
 
@@ -150,6 +151,7 @@ _DEVICE = {
     "speed": or_null(positive(_MAX_SPEED)),
     "max_qp": number(0, 2**31 - 1),
     "probe": or_null(object_of(Probe)),
+    "peer_probe": or_null(object_of(PeerProbe)),
     "gids": list_of(_gid, _MAX_INDEX + 1),
 }
 _FIELDS = {

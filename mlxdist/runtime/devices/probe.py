@@ -1,14 +1,17 @@
-"""The result of a probe: what a device takes, as native/transport/probe.c finds by trying."""
+"""The results of probes: what a device takes, as native/transport/probe.c finds by trying; and what it does with
+messages, as native/transport/peer_probe.c finds with a peer."""
 
 import errno
 from dataclasses import dataclass
 
 from mlxdist.base.validation import checked, flag, number, plain_text
 
-__all__ = ["MOST", "Probe"]
+__all__ = ["MESSAGE_SIZES", "MOST", "PeerProbe", "Probe"]
 
 # The most that is tried, from mlxdist.h: a result that is equal to it means that many or more.
 MOST = {"queue_pairs": 16, "receives": 8191, "inline_bytes": 256, "regions": 128, "region_bytes": 32 << 20}
+# Bytes of the messages that are tried with a peer, from the largest one on; the transport can do with the smallest.
+MESSAGE_SIZES = (131072, 65536, 16384, 8192, 4096)
 _MAX_COUNT = 2**31 - 1
 _MAX_TEXT = 255
 _FLAGS = {
@@ -76,3 +79,39 @@ class Probe:
     def _many(self, name: str) -> str:
         count = getattr(self, name)
         return f"{count} or more" if count == MOST[name] else str(count)
+
+
+@dataclass(frozen=True)
+class PeerProbe:
+    """The result of a probe with a peer.
+
+    Attributes:
+        largest: bytes of the largest message that arrives in a receive of its size, both ways.
+        receives: how many receives of that size were posted at one time.
+        larger: what the next larger message fails with; empty where none was tried.
+        packets: whether a message that is longer than its receive goes on in the next one.
+        longer: what such a message fails with; empty where it does not, or was not tried.
+        empty: whether a message without content arrives.
+        lengths: whether completions have the length of what has arrived (byte_len).
+    """
+
+    largest: int = checked(number(MESSAGE_SIZES[-1], MESSAGE_SIZES[0]))
+    receives: int = checked(number(0, _MAX_COUNT), 0)
+    larger: str = checked(plain_text(_MAX_TEXT), "")
+    packets: bool = checked(flag, False)
+    longer: str = checked(plain_text(_MAX_TEXT), "")
+    empty: bool = checked(flag, False)
+    lengths: bool = checked(flag, False)
+
+    def in_words(self) -> dict[str, str]:
+        """The result for people: what was tried, and what was found."""
+        larger = f"; larger: {self.larger}" if self.larger else " or more"
+        words = {
+            "bytes of a message": f"{self.largest}{larger}",
+            "receives of that size": f"{self.receives} or more",
+            "an empty message": "arrives" if self.empty else "is lost",
+            "length in a completion": "right" if self.lengths else "wrong",
+        }
+        if not (self.packets or self.longer):
+            return words
+        return words | {"a message longer than its receive": self.longer or "goes on in the next one"}

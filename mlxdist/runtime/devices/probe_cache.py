@@ -1,7 +1,9 @@
-"""Results of probes, kept until the machine restarts: ranks read them, and only a user's command probes.
+"""Results of probes, kept until the machine restarts.
 
-A probe takes every queue pair of a device for a moment. A rank that probed at its start would take them from another
-rank that connects, which on macOS 27 has 3 to share. So a job never probes: `mlxdist devices --probe` does, once.
+A probe without a peer takes every queue pair of a device for a moment. A rank that probed so at its start would take
+them from another rank that connects, which on macOS 27 has 3 to share. So a job makes none: `mlxdist devices --probe`
+does, once, and ranks read what it has found. A probe with a peer takes no more than the job then has, and the first job
+of two hosts makes it (runtime/group/first_contact.py).
 
 A result counts for a device with the same name, GUID and firmware, under the same kernel and since the same boot. On a
 Mac the driver is a part of macOS, so another driver means another boot.
@@ -20,25 +22,28 @@ from mlxdist.base.cache_directory import cache_directory
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.host_identity import boot_identity
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import fields_of, list_of, number, object_of, plain_text, read_bounded, row_of
+from mlxdist.base.validation import fields_of, list_of, number, object_of, or_null, plain_text, read_bounded, row_of
 
 from .device import Device
-from .probe import Probe
+from .probe import PeerProbe, Probe
 
 __all__ = ["keep_probes", "with_probes"]
 
-SCHEMA = 1
+SCHEMA = 2
 _MAX_BYTES = 256 * 1024
 _MAX_DEVICES = 256
 _TEXT = plain_text(1024)
-_DEVICE = row_of(row_of(_TEXT, _TEXT, _TEXT, _TEXT), object_of(Probe))
+_RESULTS = (or_null(object_of(Probe)), or_null(object_of(PeerProbe)))
+_DEVICE = row_of(row_of(_TEXT, _TEXT, _TEXT, _TEXT), *_RESULTS)
 _FIELDS = {"schema": number(SCHEMA, SCHEMA), "boot": _TEXT, "system": _TEXT, "devices": list_of(_DEVICE, _MAX_DEVICES)}
 
 _Key = tuple[str, ...]
+_Results = tuple[Probe | None, PeerProbe | None]
+_NONE: _Results = (None, None)
 
 
 def keep_probes(devices: Iterable[Device]) -> Path | None:
-    """Keeps the results of these devices beside those of others. Returns the file; None without any result to keep.
+    """Keeps the results of these devices in place of earlier ones of their kind. Returns the file; None without any.
 
     Those of the software provider are not kept, since they are those of its profile, which differs from job to job.
 
@@ -46,25 +51,32 @@ def keep_probes(devices: Iterable[Device]) -> Path | None:
         OSError: the file cannot be written.
         ResourceError: this user has no home directory, or the system does not tell one boot from the next.
     """
-    found = {_key(d): d.probe for d in devices if d.provider != "soft" and d.probe and not d.probe.error}
+    kept = _read()
+    found: dict[_Key, _Results] = {}
+    for device in devices:
+        probe = None if device.probe is None or device.probe.error else device.probe
+        if device.provider != "soft" and (probe or device.peer_probe):
+            earlier = kept.get(_key(device), _NONE)
+            found[_key(device)] = (probe or earlier[0], device.peer_probe or earlier[1])
     if not found:
         return None
     path = _path()
     if path is None or not boot_identity():
         raise ResourceError("this user has no home directory" if path is None else "this system has no boot identifier")
-    rows = [[key, vars(probe)] for key, probe in (_read() | found).items()]
+    rows = [[key, *(result and vars(result) for result in results)] for key, results in (kept | found).items()]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     replace_file(path, json.dumps(_current() | {"devices": rows}, indent=1) + "\n", 0o600)
     return path
 
 
 def with_probes(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """The devices with their kept results, where there are any. A file that is damaged has none, with a warning."""
-    found = _read()
-    return tuple(replace(device, probe=found.get(_key(device))) for device in devices)
+    """The devices with the kept results of what was not probed now. A file that is damaged has none, with a warning."""
+    kept = _read()
+    results = [(device, *kept.get(_key(device), _NONE)) for device in devices]
+    return tuple(replace(device, probe=device.probe or probe, peer_probe=peer) for device, probe, peer in results)
 
 
-def _read() -> dict[_Key, Probe]:
+def _read() -> dict[_Key, _Results]:
     path = _path()
     if path is None or not os.path.exists(path):
         return {}
@@ -77,7 +89,7 @@ def _read() -> dict[_Key, Probe]:
         logger.warn("connection", f"{path} is damaged: {error}; replace it with `mlxdist devices --probe`")
         return {}
     is_current = content["boot"] and all(content[name] == value for name, value in _current().items())
-    return dict(content["devices"]) if is_current else {}
+    return {key: (probe, peer_probe) for key, probe, peer_probe in content["devices"]} if is_current else {}
 
 
 def _path() -> Path | None:

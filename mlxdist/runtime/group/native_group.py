@@ -19,7 +19,8 @@ from ..devices.paths import Path
 from ..native import check, ffi, lib
 from ..rendezvous import Rendezvous
 from ..rendezvous.startup_step import StepFailed, take_step
-from . import tuning
+from . import first_contact, tuning
+from .native_links import native_links
 
 __all__ = ["FOR_EVER", "NativeGroup"]
 
@@ -42,6 +43,7 @@ class NativeGroup:
         self._environment = environment
         self._host = host
         self._hosts: list[int] = []
+        self._largest_message = 0  # bytes; 0: as the devices say
         self._lock = threading.Lock()  # guards the end of the pointer
 
     def connect(self, rendezvous: Rendezvous, context: Any) -> None:
@@ -49,6 +51,7 @@ class NativeGroup:
         environment = self._environment
         agreed = device_selection.select_devices(rendezvous, environment, self._host)
         self._hosts = agreed.hosts
+        self._largest_message = first_contact.largest_message(rendezvous, environment, self._host, agreed)
         table = self._share_tuning(rendezvous)
         set_up = functools.partial(self._set_up, rendezvous, context, table)
         try:
@@ -125,6 +128,7 @@ class NativeGroup:
         of_device = failure.kind in (errors.ResourceError, errors.TransportError)
         if self._environment.provider != "auto" or failure.providers == "soft" or not of_device:
             raise failure.error() from None
+        self._largest_message = 0
         try:
             return set_up(agreed.without_rdma(self._environment, str(failure)))
         except (StepFailed, errors.InvalidArgument) as second:
@@ -134,13 +138,13 @@ class NativeGroup:
         """Makes the engine's group, and returns the address by which other ranks reach it."""
         environment = self._environment
         options = _options(environment)
-        links = _links(choice)
+        links = [ffi.NULL] if choice is None else native_links(choice.links)
         # The engine copies what these point to.
         host, profile = (ffi.new("char[]", text.encode()) for text in (self._host, environment.soft_profile))
         adjacency = _adjacency(environment, choice)
         options.host, options.soft_profile, options.links, options.adjacency = host, profile, links[0], adjacency
         hosts = ffi.new("int32_t[]", self._hosts) if self._hosts else ffi.NULL
-        options.hosts = hosts
+        options.hosts, options.largest_message = hosts, self._largest_message
         self.timeout = options.entry_timeout or FOR_EVER
         made = ffi.new("mlxdist_group **")
         check(lib.mlxdist_group_create(environment.rank, environment.world_size, options, made))
@@ -174,21 +178,6 @@ def _options(environment: Environment) -> Any:
     options.has_key = True
     ffi.memmove(options.key, hmac.digest(environment.secret, b"soft provider", "sha256"), len(options.key))
     return options
-
-
-def _links(choice: Choice | None) -> list[Any]:
-    """The engine's list of this rank's links, NULL for the engine's own choice; and the texts that it points to."""
-    if choice is None:
-        return [ffi.NULL]
-    each = lib.MLXDIST_MAX_LINKS
-    links = ffi.new("mlxdist_link[]", len(choice.links) * each)
-    kept = [links]
-    for rank, to_rank in enumerate(choice.links):
-        for number, link in enumerate(to_rank):
-            provider, device = (ffi.new("char[]", name.encode()) for name in (link.provider, link.device))
-            links[rank * each + number] = {"provider": provider, "device": device, "gid_index": link.gid_index}
-            kept += [provider, device]
-    return kept
 
 
 def _adjacency(environment: Environment, choice: Choice | None) -> Any:

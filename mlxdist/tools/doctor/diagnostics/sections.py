@@ -4,17 +4,16 @@ import json
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import build
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
-from mlxdist.runtime.devices.probe import Probe
+from mlxdist.runtime.devices.device import Device
 
 from ..cluster import CheckOptions, Cluster
 from ..diagnose import diagnose, failed_hosts
@@ -118,7 +117,7 @@ def _fill_devices(section: Section, context: Context) -> None:
                 device["active_mtu"] or "",
                 ", ".join(f"{gid['index']}: {gid['gid']} {gid['interface']}" for gid in device["gids"]),
                 ", ".join(f"{name} {value}" for name, value in device["limits"].items()),
-                _probe_in_words(device["probe"]),
+                _probe_in_words(device),
             )
             for device in rdma["devices"]
         ]
@@ -129,12 +128,12 @@ def _fill_devices(section: Section, context: Context) -> None:
         section.data[host] = rdma
 
 
-def _probe_in_words(found: dict[str, Any] | None) -> str:
-    """The result of a probe since the host has started. The report makes none itself: other programs, which doctor does
-    not know, may need the queue pairs that it would take."""
-    if found is None:
-        return "not probed: `mlxdist devices --probe` on that host, then the report again"
-    return ", ".join(f"{name} {value}" for name, value in build(Probe, found).in_words().items())
+def _probe_in_words(device: dict[str, Any]) -> str:
+    """The results of probes since the host has started. The report makes none without a peer itself: other programs,
+    which doctor does not know, may need the queue pairs that it would take."""
+    words = Device.from_json({one.name: device[one.name] for one in fields(Device)}).found_in_words()
+    missing = "not probed: `mlxdist devices --probe` on that host, then the report again"
+    return "; ".join([missing] * (device["probe"] is None) + [f"{name} {value}" for name, value in words.items()])
 
 
 def _cluster_of(context: Context) -> Cluster:

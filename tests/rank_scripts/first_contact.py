@@ -1,0 +1,26 @@
+"""Ranks that start on devices whose messages are not known, sum, and print how many messages of the device that took.
+
+argv: "sums"; or "dies", and the Nth message at which the last rank's process ends.
+"""
+
+import os
+import sys
+
+LAST = int(os.environ["MLXDIST_WORLD_SIZE"]) - 1
+if sys.argv[1] == "dies" and os.environ["MLXDIST_RANK"] == str(LAST):
+    os.environ["SOFTVERBS_FAULTS"] = f"die_after={sys.argv[2]}"
+
+import numpy as np
+
+import mlxdist
+
+try:
+    group = mlxdist.init()
+except mlxdist.Error as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    sys.exit(1)
+group.barrier()
+before = group.stats()["messages_sent"]
+ones = np.ones(1 << 18, dtype=np.float32)
+assert (mlxdist.all_sum(ones) == group.size()).all()
+print("messages", group.stats()["messages_sent"] - before, flush=True)
