@@ -1,6 +1,6 @@
 /*
- * Fuzzes what a rank does with the addresses of its peers and with messages of the side channel: garbled ones are an
- * error, and nothing in them is used before it has been checked.
+ * Fuzzes what a rank does with the addresses of its peers, those of a probe too, and with messages of the side channel:
+ * garbled ones are an error, and nothing in them is used before it has been checked.
  *
  * An input begins with a byte that says what is fuzzed; then come changes to what a real peer has said: place (two
  * bytes) and value (one byte).
@@ -38,6 +38,32 @@ static void fuzz_addresses(const uint8_t *bytes, size_t left) {
   change(addresses, total, &bytes, &left, 1000);
   if (mlxdist_group_connect(pair.group[0], addresses, total - left % 3)) REQUIRE(mlxdist_last_error()[0]);
   pair_close(&pair);
+}
+
+static void fuzz_probe(const uint8_t *bytes, size_t left) {
+  char addresses[2 * WORLD_ADDRESS_BYTES];
+  mlxdist_link links[2 * MLXDIST_MAX_LINKS] = {{0}};
+  mlxdist_peer_finding findings[2 * MLXDIST_MAX_LINKS];
+  mlxdist_peer_probe *probes[2];
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.links = links;
+  for (int rank = 0; rank < 2; rank++) {
+    memset(links, 0, sizeof links);
+    links[(ptrdiff_t)!rank * MLXDIST_MAX_LINKS] =
+        (mlxdist_link){.provider = "soft", .device = "soft0", .gid_index = -1};
+    REQUIRE(mlxdist_peer_probe_open(rank, 2, &options, &probes[rank]) == MLXDIST_OK);
+  }
+  uint64_t each = mlxdist_peer_probe_address_size(probes[0]);
+  REQUIRE(2 * each <= sizeof addresses);
+  for (int rank = 0; rank < 2; rank++)
+    REQUIRE(mlxdist_peer_probe_prepare(probes[rank], 4096, addresses + each * (uint64_t)rank) == MLXDIST_OK);
+  change(addresses, 2 * each, &bytes, &left, 1000);
+  if (mlxdist_peer_probe_connect(probes[0], addresses, 2 * each - left % 3)) REQUIRE(mlxdist_last_error()[0]);
+  mlxdist_peer_probe_send(probes[0]);
+  mlxdist_peer_probe_receive(probes[0], findings);
+  REQUIRE(!findings[MLXDIST_MAX_LINKS].arrives); /* the peer sends nothing */
+  for (int rank = 0; rank < 2; rank++) mlxdist_peer_probe_close(probes[rank]);
 }
 
 /* Rank 1 wants to send something, which makes it say how it is reached; rank 0 hears something else, again and again.
@@ -80,8 +106,8 @@ static void fuzz_raw(const uint8_t *bytes, size_t left) {
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
-  static void (*const targets[])(const uint8_t *, size_t) = {fuzz_addresses, fuzz_messages, fuzz_raw};
+  static void (*const targets[])(const uint8_t *, size_t) = {fuzz_addresses, fuzz_messages, fuzz_raw, fuzz_probe};
   if (size == 0) return 0;
-  targets[bytes[0] % 3](bytes + 1, size - 1);
+  targets[bytes[0] % 4](bytes + 1, size - 1);
   return 0;
 }

@@ -3,7 +3,7 @@
  *
  * What query_device says is no limit to plan by: Apple's devices say 11 queue pairs and have 10. What takes a
  * connection to find out stays open: whether the receives that there is room for can be posted, which Apple's devices
- * refuse before RTS, how long a message may be, and how it arrives.
+ * refuse before RTS, how long a message may be, and how it arrives: peer_probe.c.
  */
 #include "probe.h"
 

@@ -14,7 +14,7 @@
  * Thunderbolt is set where only the device's type shows it. The largest message, hence the largest buffer to post, is
  * there at most one frame of 4096 bytes before 25.3 (macOS 26.3), and 4095 of them up to 26. On macOS 27 larger
  * receives were seen to fail, and a larger SEND to arrive in packets: one frame there, and for what is not known. It
- * works everywhere. */
+ * works everywhere. All of that counts only where no probe with a peer has found it (transport/peer_probe.h). */
 void apple_correct_port(const struct ibv_device* device, const char* darwin_release, struct ibv_port_attr* attr);
 
 /* This machine's release of Darwin; empty where it cannot be read. */

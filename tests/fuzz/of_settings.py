@@ -1,4 +1,4 @@
-"""Fuzz targets: environment variables, hostfiles, what other hosts send, tuning as a file and from rank 0."""
+"""Fuzz targets: environment variables, hostfiles, what other hosts and ranks send, tuning as a file and from rank 0."""
 
 import contextlib
 import tempfile
@@ -16,6 +16,8 @@ from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.ssh.protocol import FrameError, Frames, Kind, after_greeting, unpack_json
 from mlxdist.cluster.ssh.rpc_client import CallError, unpack_response
 from mlxdist.cluster.ssh.rpc_server import respond
+from mlxdist.runtime.devices.peer_findings import Course, pack_findings, unpack_findings
+from mlxdist.runtime.devices.probe import MESSAGE_SIZES
 from mlxdist.runtime.group import tuning
 
 __all__ = ["TARGETS"]
@@ -49,6 +51,18 @@ def tuning_table(data: bytes) -> None:
         path.unlink()
         tuning_file.update(path, tuning.sections(found))
         assert tuning.read(path) == found
+
+
+def findings(data: bytes) -> None:
+    """What a rank says of a probe with its peer. What is accepted survives being sent, and has a result."""
+    with contextlib.suppress(InvalidArgument):
+        found = unpack_findings(data)
+        assert unpack_findings(pack_findings(found)) == found
+        course = Course()
+        for size, finding in zip(MESSAGE_SIZES, found):
+            course.add(size, (finding, finding))
+        if course.is_over:
+            assert course.result().largest in MESSAGE_SIZES
 
 
 def hosts(data: bytes) -> None:
@@ -97,6 +111,7 @@ def responses(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "environment": environment,
     "tuning": tuning_table,
+    "findings": findings,
     "hostfile": hosts,
     "agent": agent_frames,
     "responses": responses,

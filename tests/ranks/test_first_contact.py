@@ -133,7 +133,7 @@ def test_messages_of_the_probe_are_lost(run, kept, profile, faults):
 
 def test_no_message_arrives(run, kept):
     """The job goes on with messages of a frame, and says so once; nothing is kept."""
-    outputs = run("apple-tb5", 2, 1, SOFTVERBS_FAULTS="drop_next=30")
+    outputs = run("apple-tb5", 2, 1, SOFTVERBS_FAULTS="drop_next=25")
     assert [slot(output) for output in outputs] == [4096] * 2 and kept() == {}
     warning = "the probe of devices with their peers fails: no message arrives; messages have 4096 bytes"
     assert [output.count(warning) for output in outputs] == [1, 0]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.runtime.devices.listing import list_apart
+from mlxdist.runtime.devices.probe import PeerProbe
 from mlxdist.runtime.devices.probe_cache import keep_probes
 from mlxdist.tools.doctor import facts
 from mlxdist.tools.doctor.diagnose import make_options
@@ -122,8 +124,14 @@ def test_limits_that_a_probe_has_found(library, tmp_path, monkeypatch):
     keep_probes(list_apart("ibverbs", probe=True).devices)
     section = report()
     assert "connections UC, queue pairs 3, then ENOMEM, receives of a queue pair 4095," in section.text
+    assert "messages not found yet: start a job of two hosts" in section.text
     assert section.data["a"]["devices"][0]["probe"]["region_bytes"] == 0xFA0000
     assert section.data["a"]["devices"][0]["queue_pairs"] == 3
+    found = PeerProbe(4096, receives=192, larger="LOC_LEN_ERR", packets=True)
+    keep_probes(replace(device, peer_probe=found) for device in list_apart("ibverbs").devices)
+    text = report().text
+    assert "bytes of a message 4096; larger: LOC_LEN_ERR, receives of that size 192 or more," in text
+    assert "not found yet" not in text and "queue pairs 3, then ENOMEM" in text
 
 
 @linux
@@ -137,6 +145,19 @@ def test_an_rdma_device_without_a_second_host(tmp_path, library):
     assert [run["name"] for run in runs] == ["localhost soft0 to itself", "localhost soft1 to itself"]
     assert all(run["error"] == "" and run["results"][0]["provider"] == "ibverbs" for run in runs)
     assert "trace verbs: soft1: modify_qp(" in text
+
+
+@linux
+@pytest.mark.long
+def test_how_messages_arrive(tmp_path, library, monkeypatch):
+    """The runs of the report find it, so the first report has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SOFTVERBS_PROFILE", "apple-tb5")
+    text, found = make(tmp_path / "report.md", "checks", "devices", "rdma")
+    rows = found["rdma"]["data"]["messages"]
+    assert [row[:2] for row in rows] == [["localhost", "soft0"], ["localhost", "soft1"]]
+    assert all(row[2].startswith("bytes of a message 131072 or more, ") for row in rows)
+    assert "### Messages" in text
 
 
 @linux

@@ -16,12 +16,13 @@ from softverbs_library import LIBRARY, linux
 from mlxdist.runtime.devices.device import Device, list_devices
 from mlxdist.runtime.devices.listing import list_apart
 from mlxdist.runtime.devices.node_info import NodeInfo
-from mlxdist.runtime.devices.probe import MOST, Probe
+from mlxdist.runtime.devices.probe import MESSAGE_SIZES, MOST, PeerProbe, Probe
 from mlxdist.runtime.devices.probe_cache import keep_probes, with_probes
 from mlxdist.runtime.devices.queue_pairs import usable
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 FOUND = Probe(uc=True, queue_pairs=3, queue_pair_errno=12, receives=4095, regions=100, region_bytes=0xFA0000)
+WITH_A_PEER = PeerProbe(4096, receives=192, larger="LOC_LEN_ERR", packets=True, lengths=True)
 UNRESTRICTED = {"queue_pairs": 16, "receives": 4095, "regions": 128, "region_bytes": 32 << 20}
 
 
@@ -84,11 +85,17 @@ def test_as_much_is_tried_as_the_header_says():
     names = {"inline_bytes": "INLINE"}
     assert {name: getattr(lib, f"MLXDIST_PROBE_{names.get(name, name.upper())}") for name in MOST} == MOST
 
+    assert MESSAGE_SIZES[0] == lib.MLXDIST_PEER_PROBE_BYTES
+
 
 def test_results_travel_as_json():
     for found in list_apart("soft", "apple-tb5-27", probe=True).devices:
         assert found.probe is not None and found.probe.queue_pairs == 3
-        assert Device.from_json(json.loads(json.dumps(found.to_json()))) == found
+        for peer_probe in (None, WITH_A_PEER):
+            found = replace(found, peer_probe=peer_probe)
+            assert Device.from_json(json.loads(json.dumps(found.to_json()))) == found
+            (there,) = NodeInfo.unpack(NodeInfo(b"id", "host", devices=(found,)).pack()).devices
+            assert (there.probe, there.peer_probe) == (found.probe, peer_probe)
 
 
 def test_results_in_words():
@@ -99,6 +106,29 @@ def test_results_in_words():
     most = replace(FOUND, rc=True, queue_pairs=16, queue_pair_errno=0, regions=128).in_words()
     assert (most["connections"], most["queue pairs"], most["regions"]) == ("UC, RC", "16 or more", "128 or more")
     assert Probe(error="ibv_alloc_pd: x").in_words() == {"error": "ibv_alloc_pd: x"}
+
+
+def test_results_with_a_peer_in_words():
+    words = replace(WITH_A_PEER, lengths=False).in_words()
+    assert words["bytes of a message"] == "4096; larger: LOC_LEN_ERR"
+    assert words["a message longer than its receive"] == "goes on in the next one"
+    assert (words["an empty message"], words["length in a completion"]) == ("is lost", "wrong")
+    whole = PeerProbe(131072, receives=6, empty=True, lengths=True).in_words()
+    assert whole["bytes of a message"] == "131072 or more" and "a message longer than its receive" not in whole
+    assert (whole["receives of that size"], whole["an empty message"]) == ("6 or more", "arrives")
+    refused = PeerProbe(4096, larger="LOC_LEN_ERR", longer="LOC_LEN_ERR").in_words()
+    assert refused["a message longer than its receive"] == "LOC_LEN_ERR"
+
+
+def test_what_is_missing_is_said_of_devices_that_do_not_say_it():
+    missing = {"messages": "not found yet: start a job of two hosts"}
+    card = probed()
+    apple = replace(card, link_layer="Thunderbolt")
+    assert card.found_in_words() == FOUND.in_words()
+    assert apple.found_in_words() == FOUND.in_words() | missing
+    assert replace(apple, peer_probe=WITH_A_PEER).found_in_words() == FOUND.in_words() | WITH_A_PEER.in_words()
+    assert replace(apple, provider="soft").found_in_words() == FOUND.in_words()
+    assert replace(apple, probe=None).found_in_words() == {}
 
 
 # Kept results
@@ -125,6 +155,19 @@ def test_a_later_result_replaces_that_of_its_device_alone():
     later = replace(FOUND, queue_pairs=10)
     keep_probes([replace(probed(), probe=later)])
     assert read_again(probed(), probed("rdma_en3")) == [later, FOUND]
+
+
+def test_results_with_and_without_a_peer_are_kept_beside_each_other():
+    """Whichever comes first."""
+    none: Any = {"probe": None}
+    for first, second in (({"peer_probe": WITH_A_PEER} | none, {}), ({}, {"peer_probe": WITH_A_PEER} | none)):
+        for name, fields in (("rdma_en2", first), ("rdma_en3", {}), ("rdma_en2", second)):
+            keep_probes([probed(name, **fields)])
+        both, other = with_probes([probed(**none), probed("rdma_en3", **none)])
+        assert (both.probe, both.peer_probe, other.peer_probe) == (FOUND, WITH_A_PEER, None)
+    now = replace(FOUND, queue_pairs=1)
+    (device,) = with_probes([probed(probe=now)])  # what was probed now counts
+    assert (device.probe, device.peer_probe) == (now, WITH_A_PEER)
 
 
 def test_what_is_not_kept(places):
@@ -210,6 +253,7 @@ def test_ranks_plan_by_what_the_command_has_found(places, tmp_path, monkeypatch)
     done = run("devices", "--provider", "ibverbs", "--probe")
     assert f"What the probe has found is kept in {kept_file(places)} until this machine restarts." in done.stdout
     assert queue_pairs() == {(True, 3)}
+    assert done.stdout.count("not found yet: start a job of two hosts") == 1  # the devices are alike
     # A later listing without a probe shows it, too.
     assert "3, then ENOMEM" in run("devices", "--provider", "ibverbs").stdout
     text = kept_file(places).read_text()

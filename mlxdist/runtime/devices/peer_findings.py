@@ -14,6 +14,7 @@ __all__ = ["Course", "Finding", "pack_findings", "unpack_findings"]
 
 _MAX_FINDINGS = 1024  # a rank has at most 255 peers, and 4 links to each
 _MAX_TEXT = 255
+_SILENCE = "nothing arrives"
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class Course:
         return PeerProbe(
             self.sizes[-1],
             receives=min(end.receives for end in last),
-            larger=_first(end.failed for end in before[-1]) if before else "",
+            larger=_telling(end.failed for end in before[-1]) if before else "",
             packets=packets,
-            longer="" if packets else _first(end.larger for end in last),
+            longer="" if packets else _telling(end.larger for end in last),
             empty=all(end.empty for end in self.findings[0]),
             lengths=all(end.lengths for end in last),
         )
 
 
-def _first(texts: Iterable[str]) -> str:
-    return next(filter(None, texts), "")
+def _telling(texts: Iterable[str]) -> str:
+    """The text that says most: an end that has received nothing does not know why."""
+    return min(filter(None, texts), key=lambda text: text == _SILENCE, default="")

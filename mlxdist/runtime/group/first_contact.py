@@ -27,7 +27,7 @@ from ..rendezvous import Rendezvous
 from ..rendezvous.startup_step import StepFailed, take_step
 from .native_links import native_links
 
-__all__ = ["largest_message"]
+__all__ = ["find_cables", "largest_message"]
 
 _SMALLEST = MESSAGE_SIZES[-1]
 
@@ -61,7 +61,7 @@ def largest_message(rendezvous: Rendezvous, environment: Environment, host: str,
         for device in node.devices
         if device.peer_probe
     }
-    cables = _cables(agreed, environment.topology)
+    cables = find_cables(agreed, environment.topology)
     unknown = [cable for cable in cables if not all(end in known for end in cable.ends)]
     found = _probe(rendezvous, environment, host, agreed, unknown) if unknown else {}
     known |= found
@@ -71,7 +71,7 @@ def largest_message(rendezvous: Rendezvous, environment: Environment, host: str,
     return _SMALLEST if missing else min(largest, default=0)
 
 
-def _cables(agreed: DeviceSelection, topology: Collection[tuple[int, int]] | None) -> list[_Cable]:
+def find_cables(agreed: DeviceSelection, topology: Collection[tuple[int, int]] | None) -> list[_Cable]:
     """Every cable of a device that needs a probe, with the lowest ranks that it connects: the same on all ranks."""
     assert agreed.choice_of is not None
     nodes = agreed.nodes

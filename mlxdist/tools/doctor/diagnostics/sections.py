@@ -3,17 +3,19 @@
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.json_reader import parse_json
+from mlxdist.base.validation import build
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
 from mlxdist.runtime.devices.device import Device
+from mlxdist.runtime.devices.probe import PeerProbe
 
 from ..cluster import CheckOptions, Cluster
 from ..diagnose import diagnose, failed_hosts
@@ -29,6 +31,7 @@ LATE_SECONDS = 8.0  # macOS ends GPU work that waits for about 5 s
 _BENCH = ["bench", "collectives", "--json", "--api", "engine", "--op", "send_recv,all_sum"]
 _BENCH += ["--sizes", "8,4KiB,64KiB,1MiB", "--repeats", "5"]
 _BENCH_SECONDS = 120.0
+_RDMA_SECONDS = 40.0
 _OMITTED_FACTS = ("identity", "printed")  # private; a section of its own
 
 
@@ -133,7 +136,11 @@ def _probe_in_words(device: dict[str, Any]) -> str:
     which doctor does not know, may need the queue pairs that it would take."""
     words = Device.from_json({one.name: device[one.name] for one in fields(Device)}).found_in_words()
     missing = "not probed: `mlxdist devices --probe` on that host, then the report again"
-    return "; ".join([missing] * (device["probe"] is None) + [f"{name} {value}" for name, value in words.items()])
+    return ", ".join(filter(None, (missing * (device["probe"] is None), _in_words(words))))
+
+
+def _in_words(words: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in words.items())
 
 
 def _cluster_of(context: Context) -> Cluster:
@@ -169,6 +176,24 @@ def _fill_rdma(section: Section, context: Context) -> None:
         if planned.is_loop:
             section.text += "Both ranks use one device of one host. A refusal at RTR is no fault of this host.\n\n"
         _add_run(section, found)
+    if runs:
+        _add_messages(section, context)
+
+
+def _add_messages(section: Section, context: Context) -> None:
+    """Adds what the runs, or jobs before, have found out about messages."""
+    with Connections(context.hosts, context.selection.ssh_config) as connections:
+        responses = connections.call("doctor.rdma", seconds=_RDMA_SECONDS)
+    rows = [
+        (host, device["name"], _in_words(build(PeerProbe, device["peer_probe"]).in_words()))
+        for host, response in zip(context.hosts, responses)
+        if not isinstance(response, CallError)
+        for device in response["devices"]
+        if device["peer_probe"]
+    ]
+    section.data["messages"] = rows
+    if rows:
+        section.text += "### Messages\n\n" + table(("host", "device", "found with a peer"), rows)
 
 
 def _fill_speed(section: Section, context: Context) -> None:
