@@ -193,6 +193,7 @@ static void check_faults(const char *profile, const char *faults, int *as_large,
     for (int peer = 1; peer < probes.ranks; peer++) {
       const mlxdist_peer_finding *first = &probes.first[0][peer * MLXDIST_MAX_LINKS];
       CHECK(!first->empty || !named(profile)->packets, "%s, %s", profile, text);
+      CHECK(first->lengths, "%s, %s", profile, text);
     }
     ++*(probes.largest == most ? as_large : smaller);
     close_all(&probes);

@@ -101,7 +101,7 @@ static void take_eager(const struct mlxdist_peer_probe *probe, struct probe_tria
   uint32_t number = which(bytes, FRAME_BYTES), receive = (uint32_t)wc->wr_id;
   bool is_frame = wc->status == IBV_WC_SUCCESS && number < MESSAGES;
   if (is_frame && !trial->whole++) trial->empty = receive > number;
-  if (wc->byte_len != (is_frame ? FRAME_BYTES : 0)) trial->lengths = false;
+  if (is_frame && wc->byte_len != FRAME_BYTES) trial->lengths = false;
 }
 
 static void take_bulk(const struct channel *channel, struct probe_trial *trial, const char *bytes,
@@ -109,7 +109,7 @@ static void take_bulk(const struct channel *channel, struct probe_trial *trial, 
   bool arrived = wc->status == IBV_WC_SUCCESS && which(bytes, channel->slot_bytes) < MESSAGES;
   if (wc->status == IBV_WC_SUCCESS && !arrived) trial_fail(trial, "", "other bytes than were sent");
   trial->whole += arrived;
-  if (wc->byte_len != channel->slot_bytes) trial->lengths = false;
+  if (arrived && wc->byte_len != channel->slot_bytes) trial->lengths = false;
 }
 
 /* Whether nothing more of it is worth waiting for. */
@@ -160,7 +160,7 @@ static void explain(const struct probe_trial *trial, char text[MLXDIST_PEER_PROB
 
 static void find(const struct mlxdist_peer_probe *probe, const struct endpoint *endpoint, uint32_t link,
                  mlxdist_peer_finding *finding) {
-  const struct probe_trial *eager = &probe->trials[endpoint->rank][2 * link], *bulk = eager + 1;
+  const struct probe_trial *eager = &probe->trials[endpoint->rank][2ull * link], *bulk = eager + 1;
   const struct channel *channel = &endpoint->channels[2 * link + WIRE_BULK];
   *finding = (mlxdist_peer_finding){.arrives = bulk->whole > 0 && !*bulk->failed,
                                     .receives = (int32_t)channel->slots,

@@ -1,6 +1,5 @@
 """Findings of a probe with a peer: what follows from those of both ends, which cables are tried, what travels."""
 
-import dataclasses
 import functools
 import json
 from dataclasses import replace
@@ -8,13 +7,15 @@ from dataclasses import replace
 import pytest
 from node_infos import device, gid, node
 
+from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.device_map import load
 from mlxdist.runtime.devices.device_selection import DeviceSelection
 from mlxdist.runtime.devices.links import choose
+from mlxdist.runtime.devices.node_info import NodeInfo
 from mlxdist.runtime.devices.peer_findings import Course, Finding, pack_findings, unpack_findings
 from mlxdist.runtime.devices.probe import MESSAGE_SIZES, PeerProbe
-from mlxdist.runtime.group.first_contact import find_cables
+from mlxdist.runtime.group.first_contact import find_cables, largest_message
 
 ARRIVES = Finding(True, 6, empty=True, lengths=True, packets=False, failed="", larger="")
 FAILS = replace(ARRIVES, arrives=False, failed="LOC_LEN_ERR")
@@ -84,7 +85,7 @@ def test_findings_of_other_ranks_are_checked(change, why):
 
 
 def thunderbolt(name: str, address: str):
-    return dataclasses.replace(device(name, gid(0, address), provider="librdma"), link_layer="Thunderbolt")
+    return replace(device(name, gid(0, address), provider="librdma"), link_layer="Thunderbolt")
 
 
 def selection(nodes, rows=None) -> DeviceSelection:
@@ -124,8 +125,31 @@ def test_pairs_that_are_not_connected_are_not_tried():
     assert tried(selection([A, B, C]), frozenset({(0, 1), (1, 0)})) == [((0, 1), "rdma_en2", "rdma_en4")]
 
 
+def test_what_is_known_takes_no_exchange():
+    """There is no rendezvous here. The least of all cables counts, on each rank."""
+    nodes = [A, B, C]
+    results = {"rdma_en2": 131072, "rdma_en4": 131072, "rdma_en3": 65536, "rdma_en6": 131072, "rdma_en7": 16384}
+    for name, largest in (results | {"rdma_en5": 131072}).items():
+        nodes = [with_result(one, name, largest) for one in nodes]
+    for rank in range(3):
+        environment = Environment(rank=rank, world_size=3)
+        assert largest_message(None, environment, "host", selection(nodes)) == 16384
+        near = replace(environment, topology=frozenset({(0, 1), (1, 0)}))
+        assert largest_message(None, near, "host", selection(nodes)) == 131072
+    unknown = selection([with_result(A, "rdma_en2", 131072), B, C])
+    with pytest.raises(AttributeError):  # it would be needed
+        largest_message(None, Environment(world_size=3), "host", unknown)
+
+
+def with_result(one: NodeInfo, name: str, largest: int) -> NodeInfo:
+    result = PeerProbe(largest)
+    return replace(one, devices=tuple(replace(d, peer_probe=result) if d.name == name else d for d in one.devices))
+
+
 def test_other_devices_are_not_tried():
     cards = [node(name, device("mlx5_0", gid(0, f"10.0.1.{n}"), provider="librdma")) for n, name in enumerate("ab", 1)]
     assert tried(selection(cards)) == []
-    soft = dataclasses.replace(thunderbolt("soft0", "10.0.1.1"), provider="soft")
+    assert largest_message(None, Environment(world_size=2), "host", selection(cards)) == 0
+    assert largest_message(None, Environment(world_size=2), "host", DeviceSelection(None)) == 0
+    soft = replace(thunderbolt("soft0", "10.0.1.1"), provider="soft")
     assert not soft.needs_peer_probe and thunderbolt("rdma_en2", "10.0.1.1").needs_peer_probe

@@ -27,7 +27,7 @@ from mlxdist.base.validation import fields_of, list_of, number, object_of, or_nu
 from .device import Device
 from .probe import PeerProbe, Probe
 
-__all__ = ["keep_probes", "with_probes"]
+__all__ = ["check_keeping", "keep_probes", "with_probes"]
 
 SCHEMA = 2
 _MAX_BYTES = 256 * 1024
@@ -42,6 +42,25 @@ _Results = tuple[Probe | None, PeerProbe | None]
 _NONE: _Results = (None, None)
 
 
+def check_keeping() -> Path:
+    """The file that results are kept in.
+
+    Raises:
+        ResourceError: this user has no home directory, or may not write there; or the system does not tell one boot
+            from the next.
+    """
+    path = _path()
+    if path is None or not boot_identity():
+        raise ResourceError("this user has no home directory" if path is None else "this system has no boot identifier")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ResourceError(f"{path.parent} cannot be made: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise ResourceError(f"{path.parent} cannot be written")
+    return path
+
+
 def keep_probes(devices: Iterable[Device]) -> Path | None:
     """Keeps the results of these devices in place of earlier ones of their kind. Returns the file; None without any.
 
@@ -49,7 +68,7 @@ def keep_probes(devices: Iterable[Device]) -> Path | None:
 
     Raises:
         OSError: the file cannot be written.
-        ResourceError: this user has no home directory, or the system does not tell one boot from the next.
+        ResourceError: as `check_keeping` raises it.
     """
     kept = _read()
     found: dict[_Key, _Results] = {}
@@ -60,11 +79,8 @@ def keep_probes(devices: Iterable[Device]) -> Path | None:
             found[_key(device)] = (probe or earlier[0], device.peer_probe or earlier[1])
     if not found:
         return None
-    path = _path()
-    if path is None or not boot_identity():
-        raise ResourceError("this user has no home directory" if path is None else "this system has no boot identifier")
+    path = check_keeping()
     rows = [[key, *(result and vars(result) for result in results)] for key, results in (kept | found).items()]
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     replace_file(path, json.dumps(_current() | {"devices": rows}, indent=1) + "\n", 0o600)
     return path
 

@@ -21,7 +21,7 @@ from ..devices.device_selection import DeviceSelection
 from ..devices.links import Link
 from ..devices.peer_findings import Course, Finding, pack_findings, unpack_findings
 from ..devices.probe import MESSAGE_SIZES, PeerProbe
-from ..devices.probe_cache import keep_probes
+from ..devices.probe_cache import check_keeping, keep_probes
 from ..native import check, ffi, lib
 from ..rendezvous import Rendezvous
 from ..rendezvous.startup_step import StepFailed, take_step
@@ -63,9 +63,10 @@ def largest_message(rendezvous: Rendezvous, environment: Environment, host: str,
     }
     cables = find_cables(agreed, environment.topology)
     unknown = [cable for cable in cables if not all(end in known for end in cable.ends)]
-    found = _probe(rendezvous, environment, host, agreed, unknown) if unknown else {}
-    known |= found
-    _keep(environment.rank, agreed, found)
+    if unknown:
+        found = _probe(rendezvous, environment, host, agreed, unknown)
+        known |= found
+        _keep(environment.rank, agreed, found)
     missing = any(end not in known for cable in cables for end in cable.ends)
     largest = [known[end].largest for cable in cables for end in cable.ends if end in known]
     return _SMALLEST if missing else min(largest, default=0)
@@ -170,6 +171,7 @@ class _NativeProbe:
 
     def prepare(self, size: int) -> bytes:
         if not self._pointer:
+            check_keeping()  # a driver may lose memory to a queue pair that breaks: once a boot, not at every start
             self._open()
         address = ffi.new("char[]", lib.mlxdist_peer_probe_address_size(self._pointer))
         check(lib.mlxdist_peer_probe_prepare(self._pointer, size, address))
