@@ -357,7 +357,7 @@ typedef struct mlxdist_peer_finding {
   int32_t lengths;                         /* 1: byte_len of all that arrived was right */
   int32_t packets;                         /* in later rounds 1: a message of 8192 bytes filled two receives of 4096 */
   char failed[MLXDIST_PEER_PROBE_FAILURE]; /* why they do not arrive: "LOC_LEN_ERR" */
-  char larger[MLXDIST_PEER_PROBE_FAILURE]; /* likewise the message of 8192 bytes */
+  char longer[MLXDIST_PEER_PROBE_FAILURE]; /* likewise the message of 8192 bytes */
 } mlxdist_peer_finding;
 
 int mlxdist_peer_probe_open(int32_t rank, int32_t size, const mlxdist_options* options, mlxdist_peer_probe** probe);

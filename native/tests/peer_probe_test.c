@@ -114,7 +114,7 @@ static void check_end(const struct soft_profile *profile, const mlxdist_peer_fin
   CHECK_EQUAL(last->packets, profile->packets);
   CHECK(large || *first->failed, "%s", profile->name);
   if (profile->packets) CHECK(strcmp(first->failed, "LOC_LEN_ERR") == 0, "%s", first->failed);
-  if (!profile->packets && !large) CHECK(strcmp(last->larger, "post_send: Invalid argument") == 0, "%s", last->larger);
+  if (!profile->packets && !large) CHECK(strcmp(last->longer, "post_send: Invalid argument") == 0, "%s", last->longer);
   CHECK_EQUAL(last->receives, large ? 6 : 6 * 32);
 }
 

@@ -168,7 +168,7 @@ static void find(const struct mlxdist_peer_probe *probe, const struct endpoint *
                                     .lengths = bulk->lengths && eager->lengths,
                                     .packets = eager->parts == 3};
   if (!finding->arrives) explain(bulk, finding->failed);
-  if (!is_first(probe) && !finding->packets) explain(eager, finding->larger);
+  if (!is_first(probe) && !finding->packets) explain(eager, finding->longer);
 }
 
 /* --- Its life */

@@ -17,7 +17,7 @@ from mlxdist.runtime.devices.peer_findings import Course, Finding, pack_findings
 from mlxdist.runtime.devices.probe import MESSAGE_SIZES, PeerProbe
 from mlxdist.runtime.group.first_contact import find_cables, largest_message
 
-ARRIVES = Finding(True, 6, empty=True, lengths=True, packets=False, failed="", larger="")
+ARRIVES = Finding(True, 6, empty=True, lengths=True, packets=False, failed="", longer="")
 FAILS = replace(ARRIVES, arrives=False, failed="LOC_LEN_ERR")
 SILENT = replace(FAILS, failed="nothing arrives")
 
@@ -35,7 +35,7 @@ def course(*rounds: tuple[Finding, Finding]) -> Course:
         ([(ARRIVES, ARRIVES)], PeerProbe(131072, 6, empty=True, lengths=True)),
         ([(ARRIVES, replace(ARRIVES, empty=False, receives=5))], PeerProbe(131072, 5, lengths=True)),
         (
-            [(ARRIVES, FAILS), (ARRIVES, replace(ARRIVES, lengths=False, larger="LOC_LEN_ERR"))],
+            [(ARRIVES, FAILS), (ARRIVES, replace(ARRIVES, lengths=False, longer="LOC_LEN_ERR"))],
             PeerProbe(65536, 6, larger="LOC_LEN_ERR", longer="LOC_LEN_ERR", empty=True),
         ),
         (
@@ -68,7 +68,7 @@ def test_findings_travel():
         ({"arrives": 1}, "arrives is 1, not true or false"),
         ({"receives": -1}, "receives is -1"),
         ({"failed": "\x1b[2J"}, "failed must be a text"),
-        ({"larger": "x" * 256}, "larger must be a text"),
+        ({"longer": "x" * 256}, "longer must be a text"),
         ({"lengths": None}, "lengths is None"),
     ],
 )

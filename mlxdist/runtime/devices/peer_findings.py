@@ -27,7 +27,7 @@ class Finding:
     lengths: bool = checked(flag)
     packets: bool = checked(flag)
     failed: str = checked(plain_text(_MAX_TEXT))
-    larger: str = checked(plain_text(_MAX_TEXT))
+    longer: str = checked(plain_text(_MAX_TEXT))
 
 
 def pack_findings(findings: Sequence[Finding]) -> bytes:
@@ -71,7 +71,7 @@ class Course:
             receives=min(end.receives for end in last),
             larger=_telling(end.failed for end in before[-1]) if before else "",
             packets=packets,
-            longer="" if packets else _telling(end.larger for end in last),
+            longer="" if packets else _telling(end.longer for end in last),
             empty=all(end.empty for end in self.findings[0]),
             lengths=all(end.lengths for end in last),
         )

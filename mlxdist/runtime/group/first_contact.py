@@ -214,5 +214,5 @@ def _finding(native: Any) -> Finding:
         lengths=bool(native.lengths),
         packets=bool(native.packets),
         failed=ffi.string(native.failed).decode(errors="replace"),
-        larger=ffi.string(native.larger).decode(errors="replace"),
+        longer=ffi.string(native.longer).decode(errors="replace"),
     )
