@@ -92,6 +92,13 @@ def test_what_a_profile_enforces_is_found_once(run, kept, profile, ranks, links)
     assert not any(map(TRIED.search, again)) and [slot(output) for output in again] == [expected.largest] * ranks
 
 
+def test_ranks_that_connect_on_first_use(run, kept):
+    """Slots are chosen at the start, so it is found then, too."""
+    for output in run("apple-tb5-27", 3, 1, MLXDIST_ON_DEMAND_THRESHOLD="1"):
+        assert slot(output) == 4096 and sizes(output) == ROUNDS
+    assert set(kept().values()) == {FRAMES}
+
+
 def test_devices_that_say_it_are_not_tried(run, kept):
     """A network card's: not a queue pair more, counted. Nor is a device that was tried before."""
     calls = {"MLXDIST_DEBUG": "trace:verbs"}

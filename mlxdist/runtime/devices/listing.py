@@ -44,8 +44,8 @@ def list_apart(
 
     Args:
         pyverbs: rdma-core's Python bindings list them, where they are installed.
-        probe: probe each active device: that takes all its queue pairs for a moment. pyverbs does not. What was kept
-            of earlier probes does not count then.
+        probe: probe each active device: that takes all its queue pairs for a moment. pyverbs does not. The
+            result counts in place of a kept one.
     """
     command = module_command("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
     if probe:
