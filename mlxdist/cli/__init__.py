@@ -41,6 +41,7 @@ COMMANDS = {
     "serve": "mlxdist.cli.serve:serve",
     "shard": "mlxdist.cli.shard:shard",
     "stop": "mlxdist.cli.stop:stop",
+    "tiny-model": "mlxdist.cli.tiny_model:tiny_model",
     "top": "mlxdist.cli.top:top",
     "train": "mlxdist.cli.train:train",
 }

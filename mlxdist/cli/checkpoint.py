@@ -219,9 +219,9 @@ def _to_model(source: Path, target: Path, like: str, name: str, step: int | None
     if step is None:
         raise InvalidArgument(f"{source} has no checkpoint")
     if _is_first_rank():
-        from mlxdist.train.model_folder import write_model_folder
+        from mlxdist.train.model_folder import other_files, write_model_folder
 
-        write_model_folder(target, model, base)
+        write_model_folder(target, model, other_files(base))
     return _result(target, model, step)
 
 

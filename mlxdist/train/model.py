@@ -29,7 +29,7 @@ from .fingerprint import weight_files
 from .flops import FlopsPerToken, flops_by_length
 from .fully_shard.fully_shard import fully_shard
 from .mixed_precision import MixedPrecision
-from .model_folder import write_model_folder
+from .model_folder import other_files, write_model_folder
 
 __all__ = ["make_model", "make_optimizer", "open_tokenizer", "save_trained"]
 
@@ -232,7 +232,7 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
             if config.weights == "random":
                 whole = _open_random(config)
                 whole.update(state["model"])
-                write_model_folder(target, whole, model_directory(config.model))
+                write_model_folder(target, whole, other_files(model_directory(config.model)))
             else:
                 _write_adapters(target, config, dict(tree_flatten(state["model"])))
     return target

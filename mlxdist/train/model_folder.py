@@ -2,13 +2,15 @@
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["require_no_folder", "write_model_folder"]
+__all__ = ["other_files", "require_no_folder", "write_model_folder"]
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -19,19 +21,27 @@ def require_no_folder(target: Path) -> None:
         raise InvalidArgument(f"{target} exists; remove it or name another one")
 
 
-def write_model_folder(target: Path, model: nn.Module, base: Path) -> None:
-    """Writes the weights of a model, with all that ``base`` has besides weights: its config and tokenizer.
+def other_files(base: Path) -> list[Path]:
+    """All files of a model folder besides its weights: config, tokenizer."""
+    return [file for file in base.iterdir() if file.is_file() and not file.name.endswith(_WEIGHTS)]
+
+
+def write_model_folder(
+    target: Path, model: nn.Module, files: Iterable[Path], config: dict[str, Any] | None = None
+) -> None:
+    """Writes the weights of a model, with copies of ``files``, and a config.json, if there is a new one.
 
     ``target`` is complete or not there. Raises OSError: it exists and is not empty, or cannot be written.
     """
-    from mlx_lm.utils import save_model
+    from mlx_lm.utils import save_config, save_model
 
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     # Next to the target and not in /tmp: only within one file system is a rename possible, and atomic.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
         folder = Path(made, "model")
         save_model(folder, model)
-        for file in base.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS):
-                shutil.copy(file, folder)
+        for file in files:
+            shutil.copy(file, folder)
+        if config is not None:
+            save_config(dict(config), folder / "config.json")
         folder.replace(target)

@@ -29,15 +29,15 @@ from ..plan import Shard
 from .blobs import broadcast_blob
 from .weight_sources import Source
 
-__all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_shard"]
+__all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "WITH_TOKENIZER", "checkpoint_of_rank_0", "stream_shard"]
 
 CHUNK_BYTES = 8 * 2**20
 MAX_SMALL_FILE_BYTES = 256 * 2**20
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken")
-SMALL_FILES = (
-    *("config.json", "generation_config.json", "hf_quant_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template*", *TOKENIZER_FILES),
+WITH_TOKENIZER = (
+    *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", *TOKENIZER_FILES),
 )
+SMALL_FILES = ("config.json", "hf_quant_config.json", *WITH_TOKENIZER)
 
 
 @contextmanager
