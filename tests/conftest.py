@@ -63,6 +63,7 @@ RESIDENT = {
     "parallel_sampling.py",
     "pipeline.py",
     "pipeline_training.py",
+    "pull.py",
     "router_balance.py",
     "seeds.py",
     "sequences.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["find_model", "model_directory"]
+__all__ = ["find_model", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -19,9 +19,12 @@ def find_model(model: str, directory: str = "") -> Path | None:
     path = Path(directory, os.path.expanduser(model))
     if path.exists():
         return path
-    if not _HUB_NAME.fullmatch(model):
-        return None
-    kept = _cache() / f"models--{model.replace('/', '--')}"
+    return hub_snapshot(model) if is_hub_name(model) else None
+
+
+def hub_snapshot(model: str) -> Path | None:
+    """The directory in the local cache with the files of a model of the hub, some of which may be missing."""
+    kept = hub_directory(model)
     main = kept / "refs" / "main"
     revision = main.read_text().strip() if main.is_file() else ""
     snapshot = kept / "snapshots" / revision
@@ -40,10 +43,20 @@ def model_directory(model: str | Path | None) -> Path:
     if found is not None and (found / "config.json").is_file():
         return found
     what = f"there is no {model if found is None else found / 'config.json'}"
-    if _HUB_NAME.fullmatch(str(model)) and not Path(model).exists():
+    if is_hub_name(str(model)) and not Path(model).exists():
         what += f", and no such model in {_cache()}" if found is None else ""
         raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
     raise InvalidArgument(f"{what}; give the directory of a model, or org/model after `hf download org/model`")
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether ``model`` may be the name of a model on Hugging Face's hub; it may be a relative path, too."""
+    return _HUB_NAME.fullmatch(model) is not None
+
+
+def hub_directory(model: str) -> Path:
+    """The directory of Hugging Face's local cache for a model of the hub, with its blobs, refs and snapshots."""
+    return _cache() / f"models--{model.replace('/', '--')}"
 
 
 def _cache() -> Path:

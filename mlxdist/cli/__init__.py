@@ -37,6 +37,7 @@ COMMANDS = {
     "hostfile": "mlxdist.cli.hostfile:hostfile",
     "launch": "mlxdist.cli.launch:launch",
     "ps": "mlxdist.cli.ps:ps",
+    "pull": "mlxdist.cli.pull:pull",
     "rpc-server": "mlxdist.cli.rpc_server:rpc_server",
     "serve": "mlxdist.cli.serve:serve",
     "shard": "mlxdist.cli.shard:shard",

@@ -43,9 +43,15 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *map(str, words)]
 
     def received_bytes(self) -> int:
+        return self._bytes("rx")
+
+    def sent_bytes(self) -> int:
+        return self._bytes("tx")
+
+    def _bytes(self, way: str) -> int:
         show = ["ip", "-n", self.namespace, "-json", "-stats", "link", "show", self.interface]
         (link,) = json.loads(subprocess.run(show, capture_output=True, check=True, timeout=30).stdout)
-        return link["stats64"]["rx"]["bytes"]
+        return link["stats64"][way]["bytes"]
 
     def pull_cable(self) -> None:
         _must(_ip("-n", self.namespace, "link", "set", self.interface, "down"))

@@ -28,7 +28,7 @@ StrictModes no
 PermitRootLogin yes
 PasswordAuthentication no
 UsePAM no
-SetEnv XDG_RUNTIME_DIR={directory}/{name} TMPDIR={directory}/{name}
+SetEnv XDG_RUNTIME_DIR={directory}/{name} TMPDIR={directory}/{name} {variables}
 """
 _CLIENT = """
 Host {name}
@@ -76,8 +76,11 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(directory: Path, late: bool = False, count: int = 2, control: bool = False) -> Iterator[SshHosts]:
-    """``control``: ssh reaches the hosts over a network of its own."""
+def ssh_hosts(
+    directory: Path, late: bool = False, count: int = 2, control: bool = False, variables: str = ""
+) -> Iterator[SshHosts]:
+    """``control``: ssh reaches the hosts over a network of its own. ``variables``: of what runs there, NAME=VALUE, with
+    {directory} and {name} for those of the host."""
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
     apart = subprocess.run([*_APART, *_NAMED, "node0", "true"], capture_output=True, text=True)
@@ -92,6 +95,7 @@ def ssh_hosts(directory: Path, late: bool = False, count: int = 2, control: bool
         nodes, client = SshHosts(directory, made, ends, servers), ""
         for name, host, end in zip(nodes.names, made, ends):
             values = {"name": name, "address": end.address, "directory": directory, "port": _PORT}
+            values["variables"] = variables.format(**values)
             (directory / name).mkdir(mode=0o700)
             (directory / f"{name}.server").write_text(_SERVER.format(**values))
             client += _CLIENT.format(**values)

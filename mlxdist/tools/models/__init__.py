@@ -1,4 +1,7 @@
-"""Models as files: `mlxdist tiny-model` makes small ones.
+"""Models as files: `mlxdist pull` brings them to hosts, `mlxdist tiny-model` makes small ones.
 
+pull.py         the command's side: jobs on the hosts; pull_rank.py: the ranks of these jobs
+fetch.py        a download from the hub; spread.py: from host to host, transfer.py: one file
+places.py       the files of a model on a host, in a folder or in the hub's cache
 tiny_model.py   a small model with random weights; small_config.py: its sizes
 """

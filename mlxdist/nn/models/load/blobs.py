@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mlxdist.base.errors import ResourceError
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
@@ -17,9 +18,17 @@ def broadcast_blob(blob: bytes, group: Group) -> bytes:
     return broadcast(buffer, group=group).tobytes()
 
 
-def gather_blobs(blob: bytes, group: Group) -> list[bytes]:
-    """Gathers the bytes of all ranks, in rank order, on every rank."""
+def gather_blobs(blob: bytes, group: Group, most: int | None = None) -> list[bytes]:
+    """Gathers the bytes of all ranks, in rank order, on every rank.
+
+    Raises:
+        ResourceError: on every rank, where one has more than ``most`` bytes.
+    """
     lengths = all_gather(np.array([len(blob)]), group=group)
+    if most is not None and lengths.max() > most:
+        raise ResourceError(
+            f"rank {int(lengths.argmax())} has {int(lengths.max())} bytes to send, at most {most} are allowed"
+        )
     buffer = np.frombuffer(blob.ljust(int(lengths.max()), b"\0"), np.uint8)
     rows = all_gather(buffer, group=group).reshape(group.size(), -1)
     return [row[:length].tobytes() for row, length in zip(rows, lengths)]

@@ -1,0 +1,83 @@
+"""A model from Hugging Face's hub into the local cache of this host, by huggingface_hub."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base import tables
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.model_directory import hub_directory
+
+__all__ = ["fetch"]
+
+
+def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
+    """Downloads what mlx-lm reads of a model, or goes on where an earlier download was interrupted.
+
+    Where the hub does not answer, or HF_HUB_OFFLINE is set, a complete model in the cache is enough.
+
+    Args:
+        model: its name on the hub.
+        on_progress: called with the name of the model and with numbers of bytes: those done, those of all.
+
+    Returns:
+        The directory in the cache.
+
+    Raises:
+        InvalidArgument: there is no huggingface_hub here; or the model cannot be downloaded, and is not in the cache.
+        ResourceError: the disk has no room for it.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns when there is no PyTorch
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import tqdm
+        from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+    except ImportError as error:
+        raise InvalidArgument(f"mlxdist pull needs mlx-lm ({error}); pip install 'mlxdist[lm]'") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised as well
+
+    class Bar(tqdm):
+        """A progress bar that reports to ``on_progress`` and draws nothing."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"file": nowhere, "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.unit == "B" and self.total:
+                on_progress(f"downloading {model}", int(self.n), int(self.total))
+            return shown
+
+    with open(os.devnull, "w") as nowhere:
+        try:
+            _require_room(model, DEFAULT_ALLOW_PATTERNS, Bar)
+            return Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=Bar))
+        except ResourceError:
+            raise
+        except Exception as error:  # of the hub, of HTTP, of the cache: there are many kinds
+            text = " ".join(str(error).split())
+            raise InvalidArgument(f"{model} cannot be fetched from the Hugging Face Hub: {text}") from error
+
+
+def _require_room(model: str, patterns: list[str], bar: type) -> None:
+    """Raises ResourceError: the disk of the cache has no room for what a download will write."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        files = snapshot_download(model, allow_patterns=patterns, tqdm_class=bar, dry_run=True)
+    except DryRunError:  # the hub does not answer; what is in the cache needs no room
+        return
+    wanted = sum(file.file_size or 0 for file in files if not file.is_cached)
+    directory = hub_directory(model)
+    while not directory.exists():
+        directory = directory.parent
+    free = shutil.disk_usage(directory).free
+    if wanted > free:
+        raise ResourceError(
+            f"{model} takes {tables.size(wanted)} more in {hub_directory(model)}, whose disk has "
+            f"{tables.size(free)} left; nothing was written"
+        )
