@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["find_model", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory"]
+__all__ = ["find_model", "hub_cache", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -44,7 +44,7 @@ def model_directory(model: str | Path | None) -> Path:
         return found
     what = f"there is no {model if found is None else found / 'config.json'}"
     if is_hub_name(str(model)) and not Path(model).exists():
-        what += f", and no such model in {_cache()}" if found is None else ""
+        what += f", and no such model in {hub_cache()}" if found is None else ""
         raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
     raise InvalidArgument(f"{what}; give the directory of a model, or org/model after `hf download org/model`")
 
@@ -56,10 +56,10 @@ def is_hub_name(model: str) -> bool:
 
 def hub_directory(model: str) -> Path:
     """The directory of Hugging Face's local cache for a model of the hub, with its blobs, refs and snapshots."""
-    return _cache() / f"models--{model.replace('/', '--')}"
+    return hub_cache() / f"models--{model.replace('/', '--')}"
 
 
-def _cache() -> Path:
+def hub_cache() -> Path:
     """The directory of Hugging Face's local cache, found by the same variables that ``huggingface_hub`` reads."""
     variables = os.environ
     caches = variables.get("XDG_CACHE_HOME") or "~/.cache"

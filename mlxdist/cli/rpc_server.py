@@ -25,6 +25,7 @@ FUNCTIONS = {
     "jobs.list": "mlxdist.launch.jobs_on_hosts:list_here",
     "jobs.recorded": "mlxdist.launch.jobs:has_recordings",
     "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
+    "models.list": "mlxdist.tools.models.inventory:list_here",
     "who": "mlxdist.cluster.ssh.rpc_server:who",
 }
 STREAMING = {"launch.agent": "mlxdist.launch.agent:serve"}

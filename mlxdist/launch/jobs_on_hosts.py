@@ -10,10 +10,10 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.base.validation import Check, list_of, map_of, number, object_of, printable, text
+from mlxdist.base.validation import list_of, map_of, number, object_of, text
 from mlxdist.base.validation import seconds as as_seconds
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.cluster.ssh.rpc_client import CallError, Connections
+from mlxdist.cluster.ssh.rpc_client import Connections, checked_call
 
 from .job_name import full_name
 from .jobs import Job, list_jobs
@@ -91,7 +91,7 @@ def list_on(selection: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
 
 def request_jobs(connections: Connections) -> tuple[list[dict[str, Any]], list[str]]:
     """The jobs on all hosts as in `list_on`, over existing connections."""
-    results, problems = _call(connections, list_of(object_of(_JOB), _MAX_JOBS), "jobs.list")
+    results, problems = checked_call(connections, list_of(object_of(_JOB), _MAX_JOBS), "jobs.list")
     return [{"host": host} | job for host, jobs in results.items() for job in jobs], problems
 
 
@@ -124,7 +124,7 @@ def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, se
                 raise ResourceError("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
         check, limit = object_of(_STOPPED), seconds + _MARGIN_SECONDS
-        results, stopped.silent = _call(connections, check, "jobs.stop", arguments, limit)
+        results, stopped.silent = checked_call(connections, check, "jobs.stop", arguments, limit)
     for host, found in results.items():
         for name in found["ended"]:
             stopped.ended.setdefault(name, []).append(host)
@@ -136,21 +136,6 @@ def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, se
 
 def _connect(selection: HostSelection) -> Connections:
     return Connections([host.name for host in selection.hosts()], selection.ssh_config)
-
-
-def _call(connections: Connections, check: Check, *call: Any) -> tuple[dict[str, Any], list[str]]:
-    """Calls a function. Returns the checked results by host, and messages about the other hosts."""
-    results, problems = {}, []
-    for host, result in zip(connections.names, connections.call(*call)):
-        try:
-            if isinstance(result, CallError):
-                said = printable(str(result))
-                problems.append(f"{host}: {said}" if result.connected else said)  # which names the host itself
-            else:
-                results[host] = check(host, result)
-        except ValueError as error:
-            problems.append(f"{host}: {error}")
-    return results, problems
 
 
 _PID = number(0, 2**31 - 1)

@@ -216,6 +216,10 @@ def test_from_the_hub_to_three_hosts(nodes, on, model):
         }
     again = on("pull", "org/tiny").stdout
     assert again.count("had all of it") == 3
+    listed = json.loads(on("models", "--json").stdout)
+    assert [(row["host"], row["model"], row["missing"]) for row in listed] == [
+        (name, "org/tiny", "") for name in nodes.names
+    ]
 
 
 def test_a_host_that_cannot_write(nodes, on):

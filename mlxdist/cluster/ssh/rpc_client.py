@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mlxdist.base.errors import ResourceError
+from mlxdist.base.validation import Check, printable
 
 from .connection import CONNECT_SECONDS, Connection
 from .protocol import FrameError, Kind, pack_json, unpack_json
 from .ssh import SshConfig
 
-__all__ = ["CallError", "Connections", "unpack_response"]
+__all__ = ["CallError", "Connections", "checked_call", "unpack_response"]
 
 _LEAVE_SECONDS = 2.0
 
@@ -53,6 +54,21 @@ class Connections:
         """
         each = [arguments] * len(self._hosts) if isinstance(arguments, Mapping) else arguments
         return list(self._threads.map(lambda pair: pair[0].call(function, pair[1], seconds), zip(self._hosts, each)))
+
+
+def checked_call(connections: Connections, check: Check, *call: Any) -> tuple[dict[str, Any], list[str]]:
+    """Calls a function on all hosts. Returns the checked results by host, and messages about the other hosts."""
+    results, problems = {}, []
+    for host, result in zip(connections.names, connections.call(*call)):
+        try:
+            if isinstance(result, CallError):
+                said = printable(str(result))
+                problems.append(f"{host}: {said}" if result.connected else said)  # which names the host itself
+            else:
+                results[host] = check(host, result)
+        except ValueError as error:
+            problems.append(f"{host}: {error}")
+    return results, problems
 
 
 def unpack_response(kind: int, payload: bytes) -> Any:
