@@ -58,7 +58,7 @@ def sharded_load(
     models that bring code of their own (``model_file`` in config.json).
 
     Args:
-        repo: a directory, or the name of a model that `hf download` has fetched.
+        repo: a directory, or the name of a model that `mlxdist pull` has fetched.
         pipeline_group: the stages that the layers are spread over (:func:`mlxdist.nn.pipeline_parallel`).
         tensor_group: split each layer over this group; ``None``: all ranks that the stages leave.
         return_config, tokenizer_config, trust_remote_code: see mlx-lm's function.

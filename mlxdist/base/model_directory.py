@@ -5,11 +5,12 @@ Nothing here uses the network or imports ``huggingface_hub``: `mlxdist doctor` c
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["find_model", "hub_cache", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory"]
+__all__ = ["find_model", "hub_cache", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory", "pull_command"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -32,7 +33,7 @@ def hub_snapshot(model: str) -> Path | None:
 
 
 def model_directory(model: str | Path | None) -> Path:
-    """The directory with the config.json of ``model``: a path, or a name such as org/model after `hf download`.
+    """The directory with the config.json of ``model``: a path, or a name such as org/model after `mlxdist pull`.
 
     Raises:
         InvalidArgument: there is no such directory; the text has the command to type.
@@ -45,8 +46,24 @@ def model_directory(model: str | Path | None) -> Path:
     what = f"there is no {model if found is None else found / 'config.json'}"
     if is_hub_name(str(model)) and not Path(model).exists():
         what += f", and no such model in {hub_cache()}" if found is None else ""
-        raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
-    raise InvalidArgument(f"{what}; give the directory of a model, or org/model after `hf download org/model`")
+        raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: {pull_command(str(model))}")
+    path = os.path.abspath(os.path.expanduser(model))
+    raise InvalidArgument(
+        f"{what}; give the directory of a model, or org/model after `mlxdist pull org/model`; if another host has it, "
+        f"type: {pull_command(path)}"
+    )
+
+
+def pull_command(model: str | Path) -> str:
+    """The command that brings a model to hosts: a name of the hub, or a directory, which may be that of a snapshot in
+    the local cache."""
+    path = Path(model)
+    kept = path.parent.parent
+    if path.parent.name == "snapshots" and kept.parent == hub_cache() and kept.name.startswith("models--"):
+        model = kept.name.removeprefix("models--").replace("--", "/", 1)
+    if is_hub_name(str(model)):
+        return f"mlxdist pull {model}, for several hosts with --hostfile FILE"
+    return f"mlxdist pull {shlex.quote(str(model))} --hostfile FILE"
 
 
 def is_hub_name(model: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from .errors import InvalidArgument
 from .json_reader import parse_json
+from .model_directory import pull_command
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
 
@@ -206,9 +207,13 @@ class Checkpoint:
             raise InvalidArgument(
                 f"{directory / missing[0]} is missing, which {INDEX} names"
                 + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
+                + f"; type: {pull_command(directory)}"
             )
         if not paths:
-            raise InvalidArgument(f"there is no model*.safetensors in {directory}; give the directory of a model")
+            raise InvalidArgument(
+                f"there is no model*.safetensors in {directory}; give the directory of a model, or type: "
+                f"{pull_command(directory)}"
+            )
         self.files = [WeightFile(path) for path in paths]
         self.tensors: dict[str, StoredTensor] = {}
         for file in self.files:

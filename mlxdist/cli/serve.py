@@ -243,8 +243,8 @@ def serve(
         mlxdist serve models/qwen --hostfile rmlx-hosts.json --host 0.0.0.0
         mlxdist launch --hostfile rmlx-hosts.json --log-dir logs -- mlxdist serve models/qwen
 
-    MODEL is a directory, or org/name after `hf download org/name`, on every host, or on rank 0's with --stream-weights.
-    With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options are for the last
+    MODEL is a directory, or org/name after `mlxdist pull org/name`, on every host, or on that of rank 0 with
+    --stream-weights. With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options are for the last
     form.
     """
     if api_key:

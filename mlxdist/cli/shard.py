@@ -73,8 +73,8 @@ def shard(
         mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the full model
         mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
 
-    MODEL is a directory with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
-    --verify needs memory for the full model twice. The exit status is 1 if the logits differ by more than the
+    MODEL is a directory with config.json and model*.safetensors, or the name of a model that `mlxdist pull` has
+    fetched. --verify needs memory for the full model twice. The exit status is 1 if the logits differ by more than the
     tolerance of their dtype, and 2 if the model cannot be sharded so.
     """
     from mlxdist.base.errors import InvalidArgument

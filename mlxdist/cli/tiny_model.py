@@ -50,7 +50,7 @@ def tiny_model(
         mlxdist tiny-model config.json tiny --seed 1 --set num_hidden_layers=2
         mlxdist tiny-model ~/models/m layer --keep-sizes --set num_hidden_layers=1
 
-    CONFIG is a config.json, a directory that has one, or the name of a model that `hf download` has fetched. mlx-lm
+    CONFIG is a config.json, a directory that has one, or the name of a model that `mlxdist pull` has fetched. mlx-lm
     loads the model, and 2, 3 and 4 ranks shard it where they shard the original. A tokenizer beside the config.json is
     copied, and the vocabulary then keeps its size. Weights that MLX has quantized are quantized here too; other
     formats become plain weights.

@@ -19,7 +19,7 @@ class ServeOptions:
     """The options of `mlxdist serve`.
 
     Attributes:
-        model: a directory, or the name of a model that `hf download` has fetched.
+        model: a directory, or the name of a model that `mlxdist pull` has fetched.
         http: where the application of HTTP listens, and to whom it answers.
         application: the address of the launcher's application; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds which shard of the model.

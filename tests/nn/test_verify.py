@@ -58,7 +58,7 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(director
     hub = tmp_path_factory.mktemp("hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
-    assert result.exit_code == 2 and "type: hf download org/model" in result.output
+    assert result.exit_code == 2 and "type: mlxdist pull org/model" in result.output
     kept = hub / "models--org--model"
     (kept / "snapshots").mkdir(parents=True)
     (kept / "snapshots" / "0123").symlink_to(directory)

@@ -235,7 +235,7 @@ def refused() -> None:
         expect(mlxdist.InvalidArgument, words, load_sharded, directory)
         expect(mlxdist.InvalidArgument, words, load_sharded, directory if rank == 0 else None, stream=True)
     expect(mlxdist.InvalidArgument, ["must be the directory or the name"], load_sharded, None)
-    expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], load_sharded, "org/none")
+    expect(mlxdist.InvalidArgument, ["org/none", "mlxdist pull org/none"], load_sharded, "org/none")
     expect(mlxdist.InvalidArgument, ["tp=5 times ep=1"], load_sharded, good, tp=5)
     expect(mlxdist.InvalidArgument, ["tp and ep must be positive"], load_sharded, good, ep=0)
     plan = plan_shards(whole, size)
@@ -336,7 +336,7 @@ def named() -> None:
     for streamed in (False, True):
         model, _, report = load_with_report("org/named", stream=streamed, verify=True)
         require_parts(model, whole, report.plan)
-    expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], verify, model, "org/none")
+    expect(mlxdist.InvalidArgument, ["org/none", "mlxdist pull org/none"], verify, model, "org/none")
     print("right")
 
 

@@ -190,7 +190,7 @@ def test_model():
         found.responses["model"]["c"] = other
         finding = only(check_model(found))
         assert finding.hosts == ("c",) and "1 file of /m differs: weights" in finding.what
-        assert "rsync -a --checksum /m c:/;" in finding.remedy
+        assert finding.remedy == "mlxdist pull /m --hosts a,c"
     found.responses["model"]["c"] = {"error": "it is no directory", "files": {}, "path": "", "digests": {}}
     assert only(check_model(found)).hosts == ("c",)
     # What the command calls --model may be something else, unless one of the hosts has it.

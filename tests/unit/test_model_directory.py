@@ -88,15 +88,22 @@ def test_a_directory_takes_precedence_over_a_name(home, monkeypatch):
 def test_a_missing_model_is_reported_with_what_to_type(home):
     (home / "directory").mkdir()
     cases = [
-        ("org/model", "there is no org/model, and no such model in .*hub; .* type: hf download org/model$"),
+        (
+            "org/model",
+            "there is no org/model, and no such model in .*hub; .* type: mlxdist pull org/model, for several hosts",
+        ),
         ("~/org/model", "there is no ~/org/model; give the directory of a model, or org/model after"),
         ("directory", r"there is no directory/config\.json; give the directory of a model, or"),
         ("../org/model", r"there is no \.\./org/model; give the directory"),
+        ("/data/a model", r"if another host has it, type: mlxdist pull '/data/a model' --hostfile FILE$"),
         (None, "must be the directory or the name of one, not None"),
     ]
     for model, words in cases:
         with pytest.raises(InvalidArgument, match=words):
             model_directory(model)
     (download(home / ".cache" / "huggingface" / "hub") / "config.json").unlink()
-    with pytest.raises(InvalidArgument, match=r"there is no .*/config\.json; .* type: hf download org/model$"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"there is no .*/config\.json; .* type: mlxdist pull org/model, for several hosts with --hostfile FILE$",
+    ):
         model_directory("org/model")

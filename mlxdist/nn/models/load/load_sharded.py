@@ -77,7 +77,7 @@ def load_sharded(
     reads the tensors in full, one parameter at a time, and a warning says which.
 
     Args:
-        path: a directory with config.json and model*.safetensors, or the name of a model that `hf download` has
+        path: a directory with config.json and model*.safetensors, or the name of a model that `mlxdist pull` has
             fetched. It may be another one on every host.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.

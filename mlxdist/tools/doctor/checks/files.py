@@ -2,9 +2,10 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlxdist.base.model_directory import is_hub_name, pull_command
 from mlxdist.cluster.ssh.ssh import is_this_machine
 
 from ..cluster import Cluster
@@ -60,13 +61,14 @@ def check_model(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _incomplete(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    complete = [name for name, files in listed.items() if not files["error"]]
     for name, files in listed.items():
         unread = [path for path, digest in files["digests"].items() if digest.startswith("error: ")]
         if files["error"]:
-            yield fail(name, f"{cluster.options.model}: {files['error']}", _copy_model(cluster, name))
+            yield fail(name, f"{cluster.options.model}: {files['error']}", _pull(cluster, name, complete))
         elif unread:
             what = f"{unread[0]}: {files['digests'][unread[0]].removeprefix('error: ')}"
-            yield fail(name, what, _copy_model(cluster, name))
+            yield fail(name, what, _pull(cluster, name, complete))
 
 
 def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Finding]:
@@ -80,7 +82,8 @@ def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Fi
     for name, differs in differing.items():
         paths = ", ".join(d.what for d in differs[:_MAX_SHOWN]) + (" ..." if len(differs) > _MAX_SHOWN else "")
         what = f"{len(differs)} file{'s' * (len(differs) > 1)} of {model} differ{'s' * (len(differs) == 1)}: {paths}"
-        yield fail(name, what, _copy_model(cluster, name), differs[:_MAX_SHOWN])
+        right = [other for other in listed if other not in differing]
+        yield fail(name, what, _pull(cluster, name, right), differs[:_MAX_SHOWN])
 
 
 def _describe(files: dict[str, Any], path: str) -> str:
@@ -104,11 +107,11 @@ def _copy_script(cluster: Cluster, name: str) -> str:
     return f"scp {shlex.quote(path)} {shlex.quote(name)}:{shlex.quote(path)}"
 
 
-def _copy_model(cluster: Cluster, name: str) -> str:
-    model = cluster.options.model
-    if is_this_machine(name):
-        return f"write the path of a directory that is there, or load it: hf download {shlex.quote(model)}"
-    path = os.path.normpath(os.path.join(cluster.options.directory, os.path.expanduser(model)))
-    there = f"{shlex.quote(name)}:{shlex.quote(os.path.join(os.path.dirname(path), ''))}"
-    of_hub = f"a name of the hub: hf download {shlex.quote(model)}, there"
-    return f"rsync -a --checksum {shlex.quote(path)} {there}; {of_hub}"
+def _pull(cluster: Cluster, name: str, right: Sequence[str]) -> str:
+    """The command that brings the model to a host. ``right``: the hosts that have it; the first host is the source."""
+    model, source = cluster.options.model, next((other for other in right if other != name), None)
+    if source is None:
+        return f"write the path of a directory that is there, or load it: {pull_command(model)}"
+    if not is_hub_name(model):
+        model = os.path.normpath(os.path.join(cluster.options.directory, os.path.expanduser(model)))
+    return f"mlxdist pull {shlex.quote(model)} --hosts {shlex.quote(f'{source},{name}')}"
