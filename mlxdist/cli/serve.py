@@ -244,8 +244,8 @@ def serve(
         mlxdist launch --hostfile rmlx-hosts.json --log-dir logs -- mlxdist serve models/qwen
 
     MODEL is a directory, or org/name after `mlxdist pull org/name`, on every host, or on that of rank 0 with
-    --stream-weights. With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options are for the last
-    form.
+    --stream-weights. With -n, --hostfile or --hosts, ranks are started as `mlxdist launch` does, whose other options
+    are for the last form.
     """
     if api_key:
         api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)

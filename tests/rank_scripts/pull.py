@@ -123,6 +123,18 @@ def several_sources(directory: str) -> None:
     assert_complete(folder)
 
 
+def only_others_offer(directory: str) -> None:
+    """The download of rank 0 was interrupted: the files are those of another rank, in which some more are."""
+    folder = own(directory)
+    if rank == 0:
+        write(folder, [name for name in FILES if name != "nested/small.bin"])
+        (folder / "config.json").write_bytes(b"{}")
+    if rank == size - 1:
+        write(folder)
+    spread(group, Folder(folder), offers=rank > 0)
+    assert_complete(folder)
+
+
 def in_the_cache_of_the_hub(directory: str) -> None:
     with patch.dict(os.environ, HF_HUB_CACHE=str(Path(directory, f"rank{rank}"))):
         in_this_cache(HubCache(NAME))

@@ -20,13 +20,15 @@ COMMIT = "89abcdef01234567" * 2 + "89abcdef"
 
 
 class Hub(ThreadingHTTPServer):
-    """``sent``: the bytes of each file that it has sent; ``cut``: after so many bytes of a file it breaks off, once."""
+    """``sent``: the bytes of each file that it has sent; ``cut``: after so many bytes of a large file it breaks off,
+    once; ``wrong``: whether large files arrive with other bytes."""
 
     def __init__(self, address: tuple[str, int], folder: Path, name: str) -> None:
         super().__init__(address, _Handler)
         self.folder, self.name = folder, name
         self.sent: dict[str, int] = {}
         self.cut: int | None = None
+        self.wrong = False
 
     @property
     def endpoint(self) -> str:
@@ -83,6 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         hub = self.server
+        if hub.wrong and file.endswith(".safetensors"):
+            body = bytes(len(body))
         if hub.cut is not None and file.endswith(".safetensors"):
             body, hub.cut = body[: hub.cut], None
             self.close_connection = True

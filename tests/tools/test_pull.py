@@ -15,6 +15,7 @@ from ssh_hosts import ssh_hosts
 
 from mlxdist.base.model_directory import model_directory
 from mlxdist.tools.models.places import Manifest
+from mlxdist.tools.models.pull_rank import MARK
 from mlxdist.tools.models.tiny_model import make_tiny_model
 
 FIRST, PORT = "10.213.77.1", 8317  # where the first host of hosts.py has its hub
@@ -38,10 +39,13 @@ def test_each_byte_leaves_the_first_host_once(run_scenarios, ranks, tmp_path):
 @one_to_four(3)
 @pytest.mark.parametrize(
     "scenario",
-    ["to_another_folder", "resumed", "several_sources", "in_the_cache_of_the_hub", "refused", "full_disk", "locked"],
+    [
+        *("to_another_folder", "resumed", "several_sources", "only_others_offer", "in_the_cache_of_the_hub", "refused"),
+        *("full_disk", "locked"),
+    ],
 )
 def test_what_hosts_have(run_scenarios, ranks, scenario, tmp_path):
-    if ranks == 1 and scenario in ("several_sources", "full_disk", "locked"):
+    if ranks == 1 and scenario in ("several_sources", "only_others_offer", "full_disk", "locked"):
         pytest.skip("a host alone receives nothing")
     run_scenarios("pull.py", ranks, scenario, tmp_path)
 
@@ -176,6 +180,24 @@ def test_a_download_that_breaks_off_goes_on(hub, model):
     assert weights.stat().st_size <= hub.sent[weights.name] <= weights.stat().st_size + weights.stat().st_size // 3
 
 
+def test_a_download_that_arrives_damaged_is_removed(hub, model):
+    hub.wrong = True
+    assert "has arrived damaged: its SHA-256 is not that of the hub" in run("pull", "org/tiny", status=1).stderr
+    hub.wrong = False
+    run("pull", "org/tiny")
+    weights = model / "model.safetensors"
+    assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
+
+
+def test_a_download_reports_its_progress(hub, model):
+    arguments = {"step": "fetch", "model": "org/tiny", "to": "", "hub": True}
+    command = [sys.executable, "-m", "mlxdist.tools.models.pull_rank", json.dumps(arguments)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout.splitlines()
+    told = [json.loads(line.removeprefix(MARK)) for line in lines]
+    assert all(fields["what"] == "downloading org/tiny" and fields["done"] <= fields["of"] for fields in told)
+    assert told[-1]["of"] == sum(file.stat().st_size for file in model.iterdir())
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     """Three hosts, each with a cache of its own."""
@@ -192,8 +214,13 @@ def on(nodes, model):
     # The namespaces share a kernel, and could share memory.
     environment = os.environ | {"MLXDIST_SOFT_TRANSPORT": "tcp"}
     server = subprocess.Popen(nodes.command(sys.executable, fake_hub.__file__, FIRST, PORT, model, "org/tiny"))
+
+    def on_hosts(*words, **options):
+        return run(*words, *hosts, before=nodes.command(), environment=environment, **options)
+
+    on_hosts.hub = server
     try:
-        yield lambda *words, **options: run(*words, *hosts, before=nodes.command(), environment=environment, **options)
+        yield on_hosts
     finally:
         server.kill()
         server.wait()
@@ -220,6 +247,18 @@ def test_from_the_hub_to_three_hosts(nodes, on, model):
     assert [(row["host"], row["model"], row["missing"]) for row in listed] == [
         (name, "org/tiny", "") for name in nodes.names
     ]
+
+
+def test_a_model_that_only_another_host_has(nodes, on, model):
+    """The hub does not answer, and the first host has lost its copy."""
+    on("pull", "org/tiny")
+    on.hub.kill()
+    on.hub.wait()
+    shutil.rmtree(nodes.directory / "node0" / "hub")
+    done = on("pull", "org/tiny", "--json")
+    size = sum(file.stat().st_size for file in model.iterdir())
+    assert json.loads(done.stdout)["received"] == {"node0": size, "node1": 0, "node2": 0}
+    assert "node0: org/tiny cannot be fetched" in done.stderr and "it came from another host" in done.stderr
 
 
 def test_a_host_that_cannot_write(nodes, on):

@@ -11,6 +11,8 @@ from mlxdist.base import tables
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.model_directory import hub_directory
 
+from .transfer import beginnings
+
 __all__ = ["fetch"]
 
 
@@ -28,7 +30,7 @@ def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
 
     Raises:
         InvalidArgument: there is no huggingface_hub here; or the model cannot be downloaded, and is not in the cache.
-        ResourceError: the disk has no room for it.
+        ResourceError: the disk has no room for it, or a file has arrived damaged.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns when there is no PyTorch
     try:
@@ -54,12 +56,29 @@ def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
     with open(os.devnull, "w") as nowhere:
         try:
             _require_room(model, DEFAULT_ALLOW_PATTERNS, Bar)
-            return Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=Bar))
+            before = set(_blobs(model))
+            found = Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=Bar))
+            _verify([blob for blob in _blobs(model) if blob not in before])
+            return found
         except ResourceError:
             raise
         except Exception as error:  # of the hub, of HTTP, of the cache: there are many kinds
             text = " ".join(str(error).split())
             raise InvalidArgument(f"{model} cannot be fetched from the Hugging Face Hub: {text}") from error
+
+
+def _blobs(model: str) -> list[Path]:
+    """The contents in the cache whose name is their SHA-256: those of large files."""
+    return [path for path in (hub_directory(model) / "blobs").glob("*") if len(path.name) == 64]
+
+
+def _verify(blobs: list[Path]) -> None:
+    """Removes contents whose SHA-256 is not their name, and raises ResourceError."""
+    for blob in blobs:
+        size = blob.stat().st_size
+        if beginnings(blob, [size])[size].hexdigest() != blob.name:
+            blob.unlink()
+            raise ResourceError(f"{blob} has arrived damaged: its SHA-256 is not that of the hub; pull the model again")
 
 
 def _require_room(model: str, patterns: list[str], bar: type) -> None:

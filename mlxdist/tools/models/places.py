@@ -25,6 +25,7 @@ MAX_FILES = 4096
 MAX_MANIFEST_BYTES = MAX_FILES * 1024
 _MAX_NAME, _MAX_PART = 512, 200
 _MAX_FILE_BYTES = 2**50
+_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.safetensors")
 _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -61,6 +62,13 @@ class Manifest:
     commit: str = checked(_hash_name)
     files: tuple[ModelFile, ...] = checked(list_of(object_of(ModelFile), MAX_FILES))
     missing: tuple[str, ...] = checked(list_of(_file_name, MAX_FILES))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are weights, and all that the index names; weights in several files need an index for that."""
+        names = [file.name for file in self.files]
+        weights = [name for name in names if name.endswith(".safetensors")]
+        return bool(weights) and not self.missing and (INDEX in names or not any(map(_OF_SEVERAL.search, weights)))
 
     @property
     def size(self) -> int:

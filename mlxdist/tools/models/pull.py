@@ -76,7 +76,9 @@ def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pul
                     raise
                 problem = f"{names[0]}: {error}"  # another host may have it
         try:
-            found = _run(replace(selection, hostfile=hostfile), arguments | {"step": "spread"}, progress)
+            found = _run(
+                replace(selection, hostfile=hostfile), arguments | {"step": "spread", "fetched": not problem}, progress
+            )
         except ResourceError as error:
             raise ResourceError(f"{problem}; {error}" if problem else str(error)) from None
     if problem:

@@ -1,7 +1,7 @@
 """What `mlxdist pull` runs on hosts, as ranks of jobs: a download on one, then the spread to all.
 
-Its argument is JSON: {"step": "fetch" or "spread", "model", "to", "hub"}. Each rank prints lines of JSON after `MARK`:
-progress, an error, and rank 0 the result.
+Its argument is JSON: {"step": "fetch" or "spread", "model", "to", "hub", "fetched"}. Each rank prints lines of JSON
+after `MARK`: progress, an error, and rank 0 the result.
 """
 
 import json
@@ -57,7 +57,7 @@ def _tell(**fields: Any) -> None:
     os.write(1, f"{MARK}{json.dumps(fields)}\n".encode())
 
 
-def _fetch(model: str, to: str, hub: bool) -> None:
+def _fetch(model: str, **others: Any) -> None:
     from .fetch import fetch
 
     try:
@@ -67,7 +67,8 @@ def _fetch(model: str, to: str, hub: bool) -> None:
         sys.exit(1)
 
 
-def _spread(model: str, to: str, hub: bool) -> None:
+def _spread(model: str, to: str, hub: bool, fetched: bool) -> None:
+    """``fetched``: whether the first host has all of it; else another one must."""
     import mlxdist
 
     from .spread import spread
@@ -75,7 +76,8 @@ def _spread(model: str, to: str, hub: bool) -> None:
     group = mlxdist.init()
     rank = group.rank()
     try:
-        result = spread(group, place_of(model, to, hub), _Progress() if rank == 0 else lambda what, done, of: None)
+        on_progress = _Progress() if rank == 0 else lambda what, done, of: None
+        result = spread(group, place_of(model, to, hub), on_progress, offers=fetched or rank > 0)
     except (Error, OSError) as error:
         _tell(error=str(error), kind=type(error).__name__, rank=rank)
         sys.exit(1)

@@ -1,8 +1,8 @@
 """A model from the hosts that have its files to those that lack some: one rank on each host.
 
-The ranks first tell each other what they have. The files of the model are those of the first rank that has a
-config.json; what that one lacks of the weights that its index names may come from another. Then the ranks compare by
-SHA-256 what they have, check that their disks have room for the rest, and only then write.
+The ranks first tell each other what they have. The files of the model are those of the first rank that has all of
+them, or at least a config.json; what that one lacks of the weights that its index names may come from another. Then the
+ranks compare by SHA-256 what they have, check that their disks have room for the rest, and only then write.
 """
 
 import hashlib
@@ -57,7 +57,10 @@ class _Part:
 
 
 def spread(
-    group: Group, place: Place, on_progress: Callable[[str, int, int], Any] = lambda what, done, of: None
+    group: Group,
+    place: Place,
+    on_progress: Callable[[str, int, int], Any] = lambda what, done, of: None,
+    offers: bool = True,
 ) -> Spread:
     """Brings the files of a model to every rank that lacks some. Every rank calls it.
 
@@ -65,6 +68,7 @@ def spread(
         group: one rank on each host.
         place: where the model is on this host, or will be.
         on_progress: called with the name of a file and with numbers of bytes: those done, those of all.
+        offers: whether this rank's files may be those of the model; not if a download of them was interrupted.
 
     Raises:
         InvalidArgument: no rank has the model, or weights are missing on all of them; a disk is full.
@@ -73,7 +77,7 @@ def spread(
         OSError: this rank cannot read or write a file.
         Aborted, PeerLost: another rank has failed; what has arrived is kept for the next time.
     """
-    manifest, sources = _agree_on_files(group, place)
+    manifest, sources = _agree_on_files(group, place, offers)
     parts = _compare(group, place, manifest, sources, on_progress)
     rank = group.rank()
     with ExitStack() as locks:
@@ -89,22 +93,21 @@ def spread(
     return Spread(len(manifest.files), manifest.size, tuple(map(int, rows)))
 
 
-def _agree_on_files(group: Group, place: Place) -> tuple[Manifest, list[int]]:
+def _agree_on_files(group: Group, place: Place, offers: bool) -> tuple[Manifest, list[int]]:
     """The manifest of the whole model, and for each of its files the rank that it comes from."""
     own: Manifest | None = None
     with agreed("pull", group):
-        own = place.manifest()
+        own = place.manifest() if offers else None
     blobs = gather_blobs(b"" if own is None else own.to_json(), group, MAX_MANIFEST_BYTES)
     try:
         manifests = [Manifest.from_json(blob) if blob else None for blob in blobs]
     except ValueError as error:
         raise TransportError(f"pull: a rank has sent a list of files that is none: {error}") from None
     with agreed("pull", group):
-        first = next((rank for rank, manifest in enumerate(manifests) if manifest is not None), None)
-        if first is None:
+        of_ranks = [(rank, manifest) for rank, manifest in enumerate(manifests) if manifest is not None]
+        if not of_ranks:
             raise InvalidArgument(f"no host has a config.json in {place.root}")
-        manifest = manifests[first]
-        assert manifest is not None
+        first, manifest = next((found for found in of_ranks if found[1].is_complete), of_ranks[0])
         files, sources = list(manifest.files), [first] * len(manifest.files)
         for name in manifest.missing:
             rank, file = _found(name, manifest.commit, manifests)

@@ -26,6 +26,7 @@ __all__ = [
     "CHUNK_BYTES",
     "MISSING",
     "Members",
+    "beginnings",
     "equal_beginnings",
     "held_bytes",
     "partial_path",
