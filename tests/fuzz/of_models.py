@@ -1,7 +1,8 @@
-"""Fuzz targets: files of a model: weights as safetensors, and plans of how a model is sharded."""
+"""Fuzz targets: files of a model: weights as safetensors, plans of how a model is sharded, lists of its files."""
 
 import contextlib
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import WeightFile
 from mlxdist.nn.models.plan import Plan
+from mlxdist.tools.models.places import Manifest
 
 __all__ = ["TARGETS"]
 
@@ -36,4 +38,16 @@ def plan(data: bytes) -> None:
         assert str(found) and found.bytes(0) <= sum(math.prod(shard.shape) * 8 for shard in found.shards.values())
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"safetensors": safetensors, "plan": plan}
+def manifest(data: bytes) -> None:
+    """Files of a list that is accepted lie inside of the directory of the model, and are not hidden there."""
+    root = Path(_directory.name, "root")
+    with contextlib.suppress(ValueError):
+        found = Manifest.from_json(data)
+        assert Manifest.from_json(found.to_json()) == found
+        for file in found.files:
+            path = Path(os.path.normpath(root / file.name))
+            assert root in path.parents and not any(part.startswith(".") for part in path.relative_to(root).parts)
+            assert Path(os.path.normpath(root / "blobs" / file.blob)).is_relative_to(root / "blobs")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {"safetensors": safetensors, "plan": plan, "manifest": manifest}

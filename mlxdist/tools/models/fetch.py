@@ -2,12 +2,11 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxdist.base import tables
+from mlxdist.base.disk_space import require_room
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.model_directory import hub_directory
 
@@ -91,12 +90,4 @@ def _require_room(model: str, patterns: list[str], bar: type) -> None:
     except DryRunError:  # the hub does not answer; what is in the cache needs no room
         return
     wanted = sum(file.file_size or 0 for file in files if not file.is_cached)
-    directory = hub_directory(model)
-    while not directory.exists():
-        directory = directory.parent
-    free = shutil.disk_usage(directory).free
-    if wanted > free:
-        raise ResourceError(
-            f"{model} takes {tables.size(wanted)} more in {hub_directory(model)}, whose disk has "
-            f"{tables.size(free)} left; nothing was written"
-        )
+    require_room(hub_directory(model), wanted, model)

@@ -30,6 +30,7 @@ __all__ = ["Pulled", "pull"]
 
 # Errors of ranks that have found the first cause on another one.
 _CONSEQUENCES = ("Aborted", "PeerLost")
+_KEPT = "; what has arrived is kept: type the same command again"
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,7 @@ def _run(selection: HostSelection, arguments: Mapping[str, Any], progress: Progr
     if errors:
         raise ResourceError(_first_cause(errors, hostfile))
     if ended.status:
-        raise ResourceError(
-            f"a rank has ended with status {ended.status}, and its output is above; what has arrived is kept"
-        )
+        raise ResourceError(f"a rank has ended with status {ended.status}, and its output is above{_KEPT}")
     return result
 
 
@@ -140,7 +139,8 @@ def _first_cause(errors: Sequence[Mapping[str, Any]], hostfile: Hostfile) -> str
     origin = Error(first["error"])
     rank = first["rank"] if origin.rank is None else origin.rank
     text = first["error"] if origin.rank is None else first["error"].rpartition(" [rank ")[0]
-    return f"{hostfile.hosts[rank].name}: {printable(text)}"
+    kept = _KEPT if first["kind"] in _CONSEQUENCES else ""
+    return f"{hostfile.hosts[rank].name}: {printable(text)}{kept}"
 
 
 def _progress(console: Console) -> Progress:

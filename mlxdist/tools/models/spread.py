@@ -6,7 +6,6 @@ ranks compare by SHA-256 what they have, check that their disks have room for th
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxdist.base import tables
-from mlxdist.base.errors import Error, InvalidArgument, ResourceError, TransportError
+from mlxdist.base.disk_space import require_room
+from mlxdist.base.errors import Error, InvalidArgument, TransportError
 from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -72,7 +71,7 @@ def spread(
 
     Raises:
         InvalidArgument: no rank has the model, or weights are missing on all of them; a disk is full.
-        ResourceError: somebody else writes there, too.
+        ResourceError: another pull writes there, too.
         TransportError: something else has arrived than was read.
         OSError: this rank cannot read or write a file.
         Aborted, PeerLost: another rank has failed; what has arrived is kept for the next time.
@@ -84,7 +83,7 @@ def spread(
         with agreed("pull", group):
             wanted = [part for part in parts if rank in part.takers]
             if wanted:
-                _require_room(place, sum(part.file.size - max(0, part.held[rank]) for part in wanted))
+                require_room(place.root, sum(part.file.size - max(0, part.held[rank]) for part in wanted), "the model")
                 locks.enter_context(write_lock(place.root))
         received = _transfer(group, place, manifest, parts, on_progress)
         with agreed("pull", group):
@@ -145,18 +144,6 @@ def _compare(
         parts.append(_Part(file, source, right, hashes))
         done += file.size
     return parts
-
-
-def _require_room(place: Place, wanted: int) -> None:
-    directory = place.root
-    while not directory.exists():
-        directory = directory.parent
-    free = shutil.disk_usage(directory).free
-    if wanted > free:
-        raise ResourceError(
-            f"{place.root} needs {tables.size(wanted)} more, and its disk has {tables.size(free)} left; nothing was "
-            "written"
-        )
 
 
 def _transfer(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxdist.base import tables
-from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.disk_space import require_room
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.validation import fields_of, number, read_bounded, suggestion
@@ -78,14 +77,17 @@ def make_tiny_model(
     unit = max(32, quantization["group_size"]) if quantization else 32
     small = small_config(config, fixed, unit, has_tokenizer, keep_sizes)
     # Weights of another format would have to be packed so; the plain ones load without.
-    small = {name: value for name, value in small.items() if name not in ("quantization_config", "_name_or_path")}
-    model = _build(small | _extra(config, fixed), seed)
+    for part in (small, small.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+    small |= _extra(config, fixed)
+    model = _build(small, seed)
     _convert(model, config, quantization)
     from mlx_lm.utils import get_total_parameters
 
     nbytes = sum(array.nbytes for array in parameters(model).values())
-    _require_room(target, nbytes)
-    write_model_folder(target, model, sorted(set(found)), small | _extra(config, fixed))
+    require_room(target.absolute().parent, nbytes, "the small model")
+    write_model_folder(target, model, sorted(set(found)), small)
     return {
         "target": str(target),
         "model_type": config["model_type"],
@@ -181,18 +183,6 @@ def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         return found | fields_of({"group_size": number(16, 1024), "bits": number(1, 8)}, found) if found else {}
     except ValueError as error:
         raise InvalidArgument(f"the quantization of the configuration is none of MLX: {error}") from None
-
-
-def _require_room(target: Path, nbytes: int) -> None:
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
-    if nbytes > free:
-        raise ResourceError(
-            f"{target} takes {tables.size(nbytes)}, and {parent} has {tables.size(free)} left; give smaller sizes "
-            "with --set NAME=VALUE, or another directory"
-        )
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:

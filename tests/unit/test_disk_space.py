@@ -1,0 +1,17 @@
+"""Whether a disk has room, by what the system says of it."""
+
+import shutil
+
+import pytest
+
+from mlxdist.base.disk_space import require_room
+from mlxdist.base.errors import ResourceError
+
+
+def test_what_fits_and_what_does_not(tmp_path):
+    total = shutil.disk_usage(tmp_path).total
+    for directory in (tmp_path, tmp_path / "not" / "there"):
+        require_room(directory, 0, "a model")
+        with pytest.raises(ResourceError, match=rf"^a model needs .* in {directory}, whose disk has .* left"):
+            require_room(directory, total + 1, "a model")
+    assert not list(tmp_path.iterdir())
