@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 
 import click
@@ -45,5 +44,6 @@ def pull(selection: HostSelection, to: str, as_json: bool, model: str) -> None:
         return
     width = max(map(len, pulled.received))
     for name, received in pulled.received.items():
-        click.echo(f"{name:{width}}  {f'received {tables.size(received)}' if received else 'had all of it'}")
-    click.echo(f"{model}: {pulled.files} files, {tables.size(pulled.size)}", err=not sys.stdout.isatty())
+        sent = f", {tables.size(received)} of it from other hosts" if received else ""
+        click.echo(f"{name:{width}}  complete{sent}")
+    click.echo(f"{model}: {pulled.files} files, {tables.size(pulled.size)}")
