@@ -62,7 +62,8 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
         if tokenizer is None:
             raise InvalidArgument(f"serve: {options.model} has no tokenizer")
         if draft is not None:
-            model = DraftedModel(model, draft[0])
+            rows = (model.rows,) if isinstance(model, VocabParallelModel) else ()
+            model = DraftedModel(model, draft[0], *rows)
             if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
                 raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
     return model, tokenizer

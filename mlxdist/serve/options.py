@@ -80,5 +80,3 @@ class ServeOptions:
                 )
             if name in names[:place]:
                 raise InvalidArgument(f"serve: {name} is the name of two adapters")
-        if self.shard_vocabulary and self.limits.num_draft_tokens:
-            raise InvalidArgument("serve: the vocabulary is not sharded with drafts")

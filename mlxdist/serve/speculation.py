@@ -8,29 +8,39 @@ Drafts come from a smaller model (:class:`DraftedModel`), or from the text: the 
 at their previous place, in the prompt or the answer ("prompt lookup decoding", github.com/apoorvumang).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch
-from mlx_lm.models.cache import CacheList, KVCache, dynamic_roll, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
 
-from .row_caches import of_layers
+from .rollback import Rollback, arrays_of, flat
 from .sampling import SeededSampler
+from .sliding_windows import put_in_order
 
 __all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
+
+_KINDS = (ArraysCache, KVCache, RotatingKVCache)
 
 
 class DraftedModel:
     """A model and its draft model, in the form of one model of mlx-lm: both compute each prompt, into one prompt cache.
 
     Batches of prompts and the prefix cache are then mlx-lm's as they are.
+
+    Args:
+        rows: makes rows as ``model`` returns them of all logits, if they are sharded over the vocabulary.
     """
 
-    def __init__(self, model: nn.Module, draft_model: nn.Module) -> None:
-        self.model, self.draft_model = model, draft_model
+    def __init__(
+        self, model: nn.Module, draft_model: nn.Module, rows: Callable[[mx.array], mx.array] = lambda logits: logits
+    ) -> None:
+        self.model, self.draft_model, self.rows = model, draft_model, rows
         self._layers = len(make_prompt_cache(draft_model))
 
     def make_cache(self) -> list[Any]:
@@ -51,18 +61,29 @@ class DraftedModel:
 
     def target(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the model, without a call of the draft model."""
-        return self.model(tokens, cache=cache[self._layers :])
+        return self.model(tokens, cache=self.target_caches(cache))
 
     def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """The logits of the draft model, without a call of the model."""
-        return self.draft_model(tokens, cache=cache[: self._layers])
+        """The logits of the draft model, in the form of the model's, without a call of the model."""
+        own = self.draft_caches(cache)
+        if tokens.shape[1] > 1:
+            put_in_order(own)
+        return self.rows(self.draft_model(tokens, cache=own))
+
+    def draft_caches(self, cache: list[Any]) -> list[Any]:
+        """The entries of the draft model."""
+        return cache[: self._layers]
+
+    def target_caches(self, cache: list[Any]) -> list[Any]:
+        """The entries of the model."""
+        return cache[self._layers :]
 
     def after_draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """``tokens`` with a dependency on the draft model's cache, so that all ranks compute that first.
 
         Without it, MLX orders the collectives of both models by their graphs, which differ between unequal shards.
         """
-        return mx.depends(tokens, [layer.keys for layer in _flat(cache[: self._layers])])
+        return mx.depends(tokens, [array for layer in flat(self.draft_caches(cache)) for array in arrays_of(layer)])
 
 
 class SpeculativeBatchGenerator(BatchGenerator):
@@ -79,7 +100,7 @@ class SpeculativeBatchGenerator(BatchGenerator):
 
     def __init__(self, model: Any, num_draft_tokens: int, **options: Any) -> None:
         super().__init__(model, **options)
-        if unfit := {type(cache).__name__ for cache in _flat(make_prompt_cache(model)) if type(cache) is not KVCache}:
+        if unfit := {type(cache).__name__ for cache in flat(make_prompt_cache(model)) if type(cache) not in _KINDS}:
             raise InvalidArgument(
                 f"serve: drafts need a cache from which rejected ones are taken back, not {', '.join(sorted(unfit))}"
             )
@@ -110,6 +131,7 @@ class _SpeculativeBatch(GenerationBatch):
         if not self.uids:
             return []
         has_draft = isinstance(self.model, DraftedModel)
+        rollbacks = self._rollbacks()
         contexts = [
             buffer.update_and_fetch(self._next_tokens[row : row + 1]) if self.logits_processors[row] else None
             for row, buffer in enumerate(self._token_context)
@@ -122,7 +144,17 @@ class _SpeculativeBatch(GenerationBatch):
         rows: Any = inputs.tolist()
         after: Any = sampled.tolist()
         self.inputs = rows
-        return self._accept(after, logprobs)
+        return self._accept(after, logprobs, inputs, rollbacks)
+
+    def _rollbacks(self) -> list[tuple[Rollback, Callable[[mx.array], Any]]]:
+        """The caches of each model before the step, and a call of the model with them."""
+        model, cache = self.model, self.prompt_cache
+        if not isinstance(model, DraftedModel):
+            return [(Rollback(cache, by_single_tokens=False), partial(model, cache=cache))]
+        return [
+            (Rollback(model.draft_caches(cache), by_single_tokens=True), partial(model.draft, cache=cache)),
+            (Rollback(model.target_caches(cache), by_single_tokens=False), partial(model.target, cache=cache)),
+        ]
 
     def _draft(self, contexts: list[mx.array | None]) -> mx.array:
         """Appends drafts of the draft model to the next tokens. Shape (requests, 1 + drafts)."""
@@ -185,28 +217,37 @@ class _SpeculativeBatch(GenerationBatch):
             tokens.append(sampler.at(made + 1 + drafts.shape[1], one) if is_seeded else sampler(one))
         return mx.concatenate(tokens), logprobs
 
-    def _accept(self, sampled: list[list[int]], logprobs: mx.array) -> list[Any]:
+    def _accept(
+        self,
+        sampled: list[list[int]],
+        logprobs: mx.array,
+        inputs: mx.array,
+        rollbacks: list[tuple[Rollback, Callable[[mx.array], Any]]],
+    ) -> list[Any]:
         """Returns responses for the next tokens and the drafts that the model sampled too, which stay in the caches.
 
         Args:
             sampled: for each request, the tokens that follow each of its inputs.
             logprobs: their log-probabilities, shape (requests, inputs, vocabulary).
+            inputs: of the model in this step, shape (requests, inputs).
+            rollbacks: of the models' caches before it.
         """
         before = [len(tokens) for tokens in self.tokens]
         kept, reasons = [], []
-        for row, (inputs, after) in enumerate(zip(self.inputs, sampled)):
-            wrong = (place for place, token in enumerate(after[:-1]) if inputs[place + 1] != token)
+        for row, (own, after) in enumerate(zip(self.inputs, sampled)):
+            wrong = (place for place, token in enumerate(after[:-1]) if own[place + 1] != token)
             right = next(wrong, len(after) - 1)  # drafts
             made, reason = 0, None
             while made <= right and reason is None:
-                reason = self._ends(row, inputs[made])
+                reason = self._ends(row, own[made])
                 made += 1
-            self.tokens[row] += inputs[:made]
+            self.tokens[row] += own[:made]
             if self.logits_processors[row]:
-                self._token_context[row].update_and_fetch(mx.array(inputs[1:made], mx.int32))
+                self._token_context[row].update_and_fetch(mx.array(own[1:made], mx.int32))
             kept.append(made)
             reasons.append(reason)
-        _rewind(self.prompt_cache, before, kept, logprobs.shape[1])
+        for rollback, compute in rollbacks:
+            rollback.keep(kept, before, inputs, compute)
         responses = [
             response
             for row, (made, reason) in enumerate(zip(kept, reasons))
@@ -256,31 +297,3 @@ class _Lookup:
         self._seen = max(len(tokens) + 1, 2)
         start = self._ends.get((tokens[-1], following)) if tokens else None
         return [] if start is None else [*tokens[start : start + most], following][:most]
-
-
-def _rewind(cache: list[Any], before: list[int], kept: list[int], computed: int) -> None:
-    """Removes rejected tokens: from each row all but the first ``kept`` of the last ``computed`` tokens.
-
-    The rows of mlx-lm's batches end together, padded on the left. Rows that keep fewer tokens move to the right.
-
-    Args:
-        before: the number of tokens that the cache of each row had.
-    """
-    first, *_ = layers = _flat(cache)
-    after = [sum(each) for each in zip(before, kept)]
-    end, ended = max(after), first._idx - computed
-    shifts = [(end - now) - (ended - then) for now, then in zip(after, before)]
-    places = mx.array(shifts)
-    # One array for all layers: attention evaluates it. Each layer's own padding would be a graph that grows.
-    offset, left_padding = first.offset + mx.array(kept) - computed, first.left_padding + places
-    for layer in layers:
-        if any(shifts):
-            layer.keys = dynamic_roll(layer.keys, places[:, None], axis=2)
-            layer.values = dynamic_roll(layer.values, places[:, None], axis=2)
-        layer.offset, layer.left_padding, layer._idx = offset, left_padding, end
-
-
-def _flat(cache: list[Any]) -> list[Any]:
-    """The caches that have keys and values."""
-    lists = [each.caches if isinstance(each, CacheList) else [each] for each in of_layers(cache)]
-    return [layer for layers in lists for layer in layers]

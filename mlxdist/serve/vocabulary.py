@@ -62,6 +62,19 @@ class VocabParallelModel:
         sums = all_gather(mx.logsumexp(logits, axis=-1, keepdims=True)[None], group=self._group)
         return self._with_rest(logits, sums)
 
+    def rows(self, logits: mx.array) -> mx.array:
+        """This model's rows of all logits, which this rank has, of shape (..., vocabulary). No collective.
+
+        Raises:
+            InvalidArgument: the logits are those of another number of tokens.
+        """
+        if logits.shape[-1] != self.vocabulary:
+            vocabularies = f"{logits.shape[-1]} tokens, and the model for {self.vocabulary}"
+            raise InvalidArgument(f"serve: the draft model has logits for {vocabularies}")
+        shards = mx.split(logits, [shard_slice(self._sizes, rank).stop for rank in range(len(self._sizes) - 1)], -1)
+        sums = mx.stack([mx.logsumexp(shard, axis=-1, keepdims=True) for shard in shards])
+        return self._with_rest(shards[self._group.rank()], sums)
+
     def gathered(self, row: mx.array) -> mx.array:
         """All logits, or all log-probabilities, of a row. Collective when the result is evaluated."""
         return self._ordered(lambda row: join(row[..., :-1], -1, self._sizes, self._group))(row)
@@ -88,9 +101,7 @@ class VocabParallelModel:
             logits = self.gathered(row)
             for processor in processors:
                 logits = processor(tokens, logits)
-            shards = mx.split(logits, [shard_slice(self._sizes, rank).stop for rank in range(len(self._sizes) - 1)], -1)
-            sums = mx.stack([mx.logsumexp(shard, axis=-1, keepdims=True) for shard in shards])
-            return self._with_rest(shards[self._group.rank()], sums)
+            return self.rows(logits)
 
         return [process] if processors else []
 

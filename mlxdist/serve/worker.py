@@ -137,9 +137,12 @@ class Worker:
         fails_in_batches = cannot_be_batched(model, file)
         if fails_in_batches and limits.num_draft_tokens:
             raise InvalidArgument(f"serve: drafts are for models that mlx-lm can batch, and {file} is none")
+        if file in PROMPTS_ALONE and limits.num_draft_tokens:
+            raise InvalidArgument(f"serve: drafts are not for {file}, whose prompts mlx-lm computes one at a time")
         self._tokenizer = tokenizer
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
-        self._sharded = model if isinstance(model, VocabParallelModel) else None
+        target = model.model if isinstance(model, DraftedModel) else model
+        self._sharded = target if isinstance(target, VocabParallelModel) else None
         self._model = _scored(OneRequestModel(model) if fails_in_batches else model)
         self._drafts = limits.num_draft_tokens
         # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
@@ -405,7 +408,7 @@ def _evaluate(cache: list[Any]) -> None:
 def _scored(model: Any) -> Any:
     """A model that can make log-probabilities of prompts, of a draft model and a model those of the second."""
     if isinstance(model, DraftedModel):
-        return DraftedModel(ScoredModel(model.model), model.draft_model)
+        return DraftedModel(_scored(model.model), model.draft_model, model.rows)
     return ScoredModel(model, model.gathered if isinstance(model, VocabParallelModel) else None)
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+import tiny_models
 from mlx_lm import load
 from overlapping import ALL
-from serving import PLAIN, ServerProcess, random_request, save_adapters, save_model_folder
+from serving import PLAIN, ServerProcess, random_request, require_answers, save_adapters, save_model_folder
 from test_worker import SAMPLED, admission, alone, run
 from waiting import wait_for
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
-from mlxdist.serve.options import ServeOptions
 from mlxdist.serve.speculation import DraftedModel
 from mlxdist.serve.worker import BatchLimits, Worker
 
@@ -160,18 +160,52 @@ def test_other_drafts_than_those_of_rank_0_are_a_mismatch(loaded, draft_model):
         workers[0].step(Decisions(6, workers[1].digest))
 
 
-def test_options_that_do_not_go_together():
-    options = ServeOptions("model", shard_vocabulary=True, limits=BatchLimits(num_draft_tokens=3))
-    with pytest.raises(InvalidArgument, match="is not sharded with drafts"):
-        options.check()
+@pytest.mark.parametrize("drafts", ["looked up", "of a model"])
+@pytest.mark.parametrize(
+    "kind, most",
+    [("gemma3_text", 3), ("qwen3_next", 3)]
+    + [
+        pytest.param(kind, most, marks=pytest.mark.long)
+        for kind in ("gemma3_text", "qwen3_next", "qwen3_5", "gpt_oss", "granitemoehybrid", "lfm2", "falcon_h1")
+        for most in (1, 6)
+    ],
+)
+def test_sliding_windows_and_recurrent_states_go_back(tmp_path, kind, most, drafts):
+    """Overlapping requests longer than a window, greedy and sampled, of which each accepts other numbers of drafts."""
+    folder = save_model_folder(tmp_path / kind, kind)
+    loaded = load(str(folder))
+    draft_model = load(str(save_draft_folder(folder, tmp_path / "draft")))[0] if drafts == "of a model" else None
+    generator = random.Random(most)
+    requests = [random_admission(generator, number) for number in range(10)]
+    worker = worker_with(loaded, draft_model, most)
+    counts = counted(worker)
+    found = run(worker, *(requests[start : start + 2] for start in range(0, 10, 2)))
+    assert found == {request.number: alone(loaded, request) for request in requests}
+    assert 0 < counts[1] < counts[0]
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
-def test_models_whose_caches_do_not_go_back(loaded, kind, tmp_path):
-    """Rotating caches, and states of linear attention."""
-    model, tokenizer = load(str(save_model_folder(tmp_path / kind, kind)))
-    with pytest.raises(InvalidArgument, match="drafts need a cache from which rejected ones are taken back, not "):
-        Worker(model, tokenizer, BatchLimits(num_draft_tokens=2))
+@pytest.mark.parametrize(
+    "kind, ranks, options",
+    [("qwen3_next", 2, ["--draft-model", "DRAFT", "--shard-draft-model"])]
+    + [
+        pytest.param(kind, ranks, options, marks=pytest.mark.long)
+        for kind in ("gemma3_text", "qwen3_next")
+        for ranks, options in (
+            (2, ["--prompt-lookup", "--shard-vocabulary"]),
+            (3, ["--draft-model", "DRAFT", "--rank-shares", "2,1,1"]),
+        )
+    ],
+)
+def test_they_go_back_on_all_ranks(tmp_path, kind, ranks, options):
+    folder = save_model_folder(tmp_path / kind, kind)
+    draft = save_draft_folder(folder, tmp_path / "draft")
+    require_answers(folder, ranks, *(str(draft) if option == "DRAFT" else option for option in options))
+
+
+def test_models_whose_prompts_are_computed_alone_have_no_drafts(loaded):
+    """A draft that one row of a batch rejects is computed as padding of the others is."""
+    with pytest.raises(InvalidArgument, match="drafts are not for jamba, whose prompts mlx-lm computes one at a time"):
+        Worker(tiny_models.build("jamba"), loaded[1], BatchLimits(num_draft_tokens=2))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +217,11 @@ def test_models_whose_caches_do_not_go_back(loaded, kind, tmp_path):
         pytest.param(2, ["--draft-model", "DRAFT", "--shard-draft-model"], marks=pytest.mark.long),
         pytest.param(3, ["--draft-model", "DRAFT", "--shard-draft-model"], marks=pytest.mark.long),
         pytest.param(2, ["--prompt-lookup", "--num-draft-tokens", "5"], marks=pytest.mark.long),
+        (2, ["--draft-model", "DRAFT", "--shard-vocabulary"]),
+        pytest.param(3, ["--prompt-lookup", "--shard-vocabulary"], marks=pytest.mark.long),
+        pytest.param(
+            2, ["--draft-model", "DRAFT", "--shard-draft-model", "--shard-vocabulary"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_server_with_drafts_answers_as_without(folders, ranks, options):
