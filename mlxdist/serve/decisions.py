@@ -21,6 +21,7 @@ __all__ = [
     "MAX_ADAPTERS",
     "MAX_ADMISSIONS",
     "MAX_BIASES",
+    "MAX_DRAFTS",
     "MAX_ENDS",
     "MAX_GRAMMAR",
     "MAX_PROMPT",
@@ -38,11 +39,12 @@ MAX_BIASES = 300  # as in OpenAI's API
 MAX_GRAMMAR = 1 << 17  # bytes
 MAX_STOP_TOKENS = 64  # of one request
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
+MAX_DRAFTS = 64  # of a request in a step
 MAX_ENDS = 48  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 
 _MAGIC = b"mlxS"
-_HEADER = struct.Struct("<4sIIIHHBB")
+_HEADER = struct.Struct("<4sIIIHHBBB")
 _REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?BHI? IBHIB")
 _SEGMENT = struct.Struct("<I")
 _END = struct.Struct("<II")
@@ -173,6 +175,7 @@ class Decisions:
         admit: requests that begin in this step.
         stop: all ranks leave the loop, and nothing is admitted or computed.
         reports: all ranks gather their memory in use after this step.
+        drafts: the maximum number of drafts of each request in this step, if there are drafts.
         next_size: bytes of the next message, from FRAME.
     """
 
@@ -183,10 +186,11 @@ class Decisions:
     stop: bool = False
     next_size: int = FRAME
     reports: bool = False
+    drafts: int = MAX_DRAFTS
 
     def encode(self, size: int) -> bytes:
         """The decisions as a message of ``size`` bytes, which must be enough for them."""
-        counts = len(self.end), len(self.admit), self.stop, self.reports
+        counts = len(self.end), len(self.admit), self.stop, self.reports, self.drafts
         header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, *counts)
         requests = [request.encode() for request in self.admit]
         message = b"".join([header, *(_END.pack(*each) for each in self.end), *requests])
@@ -197,13 +201,14 @@ class Decisions:
     def decode(cls, message: bytes) -> "Decisions":
         """The decisions in a message. Raises InvalidArgument: the bytes are no message, or exceed the limits above."""
         reader = _Reader(message)
-        magic, step, digest, size, ends, admissions, stop, reports = _HEADER.unpack(reader.take(_HEADER.size))
+        magic, step, digest, size, ends, admissions, stop, reports, drafts = _HEADER.unpack(reader.take(_HEADER.size))
         _require(magic == _MAGIC and stop <= 1 and reports <= 1, "it does not begin as one")
         _require(FRAME <= size <= max_size(), "the size of the next is beyond the limits")
+        _require(drafts <= MAX_DRAFTS, "it has too many drafts")
         _require(ends <= MAX_ENDS and admissions <= MAX_ADMISSIONS, "it has too many requests")
         end = [_END.unpack(reader.take(_END.size)) for _ in range(ends)]
         admit = [Admission.read(reader) for _ in range(admissions)]
-        return cls(step, digest, end, admit, bool(stop), size, bool(reports))
+        return cls(step, digest, end, admit, bool(stop), size, bool(reports), drafts)
 
 
 ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a message of FRAME bytes, whatever ends

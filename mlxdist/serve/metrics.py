@@ -80,6 +80,7 @@ class Metrics:
                 "running": "Requests in the batch.",
                 "queued": "Requests that wait for a place in it.",
                 "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
+                "drafts_per_step": "Drafts of a request in a step, at most; 0 without them and while they do not pay.",
                 "prefix_cache_tokens": "Tokens of the prefix cache in memory; those that sequences share count once.",
                 "prefix_cache_snapshots": "States of the prefix cache in memory from which prompts can go on.",
                 "prefix_cache_disk_bytes": "Bytes of the prefix cache on the disk of the rank with the largest shard.",

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .answer import Answer, PromptTokens, Token
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, ROOM, Admission, Decisions
+from .draft_policy import DraftPolicy
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
 from .refusal import Refusal, sentence
@@ -126,20 +127,29 @@ class Scheduler:
         heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
             any operation, and a rank that has died is found.
         max_total_tokens: the maximum number of tokens of the KV caches of all running requests.
+        num_draft_tokens: drafts of each request in a step, where they pay; 0 without drafts.
     """
 
     def __init__(
-        self, places: int, max_queue: int, heartbeat: float, metrics: Metrics, max_total_tokens: int = UNLIMITED
+        self,
+        places: int,
+        max_queue: int,
+        heartbeat: float,
+        metrics: Metrics,
+        max_total_tokens: int = UNLIMITED,
+        num_draft_tokens: int = 0,
     ) -> None:
         self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
         self._max_total_tokens = max_total_tokens
         self._metrics = metrics
+        self._policy = DraftPolicy(num_draft_tokens)
         self._changed = threading.Condition()
         self._waiting: list[Request] = []  # by their order
         self._running: dict[int, Request] = {}
         self._finished: list[tuple[int, int]] = []  # what the next messages have as ``end``
         self._numbered = 0
         self._delivered = 0  # steps
+        self._only_decodes = False  # in the step that begins: nothing comes or goes
         self._seconds = 0.0  # that a request takes, a moving mean
         self._unavailable = ""
         self._stops_at: float | None = None  # None: it goes on
@@ -207,10 +217,13 @@ class Scheduler:
             reports = time.monotonic() >= self._reports_at
             if reports:
                 self._reports_at = time.monotonic() + _REPORT_SECONDS
-            return Decisions(step, digest, end, admitted, next_size=FRAME + brought, reports=reports)
+            self._only_decodes = not (end or admitted)
+            drafts = self._policy.begin(len(self._running))
+            return Decisions(step, digest, end, admitted, next_size=FRAME + brought, reports=reports, drafts=drafts)
 
     def deliver(self, outcome: Outcome) -> None:
         """Passes the results of a step to the requests."""
+        self._policy.end(len(outcome.tokens), self._only_decodes and not outcome.prefill)
         self._delivered += 1
         woken: dict[int, Request] = {}
         for number, cached in outcome.cached.items():
@@ -283,7 +296,12 @@ class Scheduler:
 
     def gauges(self) -> dict[str, float]:
         needs = [request.admission.tokens for request in list(self._running.values())]
-        return {"running": len(needs), "queued": len(self._waiting), "reserved_tokens": reserved(needs)}
+        return {
+            "running": len(needs),
+            "queued": len(self._waiting),
+            "reserved_tokens": reserved(needs),
+            "drafts_per_step": self._policy.drafts,
+        }
 
     def _next(self, room: int) -> list[Request]:
         """The first requests of the queue that can run now and fit into ``room`` bytes."""

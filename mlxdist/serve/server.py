@@ -230,7 +230,8 @@ def run(
             # It was started before the model was loaded. The other ranks wait in a barrier with a deadline.
             endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (own.timeout or 2 * _TOKENIZER_SECONDS) / 2))
             places, queue = limits.decode_concurrency, options.max_queue
-            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, memory.tokens)
+            drafts = limits.num_draft_tokens
+            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, memory.tokens, drafts)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
             endpoint.open(scheduler, tokenizer, vocabulary, min(context, memory.tokens), gauges)
         has_started(scheduler, clients)

@@ -105,7 +105,16 @@ class SpeculativeBatchGenerator(BatchGenerator):
                 f"serve: drafts need a cache from which rejected ones are taken back, not {', '.join(sorted(unfit))}"
             )
         self._batch = self._generation_batch = _SpeculativeBatch.empty(model, self.sampler)
-        self._batch.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens = num_draft_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of each request in a step; may be set between steps, also to 0."""
+        return self._batch.num_draft_tokens
+
+    @num_draft_tokens.setter
+    def num_draft_tokens(self, number: int) -> None:
+        self._batch.num_draft_tokens = number
 
     @property
     def inputs(self) -> list[list[int]]:

@@ -236,6 +236,8 @@ class Worker:
                 # mlx-lm computes a chunk of prompts before it returns the tokens of the step, unless the batch is full.
                 # "Full" in the step in which a first token is due keeps a long prompt from delaying that token.
                 self._generator.completion_batch_size = 0 if self._first_is_due else self._places
+            if isinstance(self._generator, SpeculativeBatchGenerator):
+                self._generator.num_draft_tokens = min(self._drafts, decisions.drafts)
             outcome.prefill, outcome.tokens = self._generator.next()
             taken = ((uid, each.scores.take()) for uid, each in self._running.items() if each.scores is not None)
             outcome.prompt_logprobs = {uid: tokens for uid, tokens in taken if tokens}

@@ -144,7 +144,7 @@ def test_choices_without_a_place_in_the_queue_cancel_the_others(folder):
         refusal = Asked(endpoint, n=20).join()
         assert (refusal.status, str(refusal)) == (429, "8 requests wait already; try again later")
         scheduler.decide(0, FRAME, 0)
-        assert scheduler.gauges() == {"running": 0, "queued": 0, "reserved_tokens": 0}
+        assert scheduler.gauges() == {"running": 0, "queued": 0, "reserved_tokens": 0, "drafts_per_step": 0}
 
 
 def test_a_choice_that_fails_ends_the_others(folder):

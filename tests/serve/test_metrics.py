@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlxdist.serve.metrics import HttpMetrics, Metrics
 
 GAUGES = {"running": 2, "queued": 3, "reserved_tokens": 400, "prefix_cache_tokens": 5}
-GAUGES |= {"prefix_cache_snapshots": 6, "prefix_cache_disk_bytes": 7e9}
+GAUGES |= {"drafts_per_step": 3, "prefix_cache_snapshots": 6, "prefix_cache_disk_bytes": 7e9}
 
 
 def read(text):
