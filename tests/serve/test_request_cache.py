@@ -6,12 +6,13 @@ from serving import CONTEXT, ServerProcess, require_answers, save_model_folder
 
 @pytest.mark.parametrize(
     "kind, ranks, options",
-    [("gemma2", 2, ()), ("llama4", 2, ("--pipeline",))]
+    [("gemma2", 2, ())]
     + [
         pytest.param(*row, marks=pytest.mark.long)
         for row in (
             ("gemma2", 3, ("--rank-shares", "2,1,1", "--shard-vocabulary")),
             ("gpt_bigcode", 2, ("--shard-vocabulary",)),
+            ("llama4", 2, ("--pipeline",)),
             ("llama4", 1, ()),
             ("llama4", 2, ()),
             ("deepseek_v41", 1, ()),
@@ -32,7 +33,8 @@ def test_the_context_ends_with_the_positions_that_a_model_has(tmp_path):
         assert status == 400 and "at most 63 are served here" in answer["error"]["message"], answer
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v41", pytest.param("llama4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["deepseek_v41", "llama4"])
 def test_a_prefix_comes_back_from_the_disk(tmp_path, kind):
     """States of kinds that mlx-lm cannot set, and that a batch cannot have."""
     folder = save_model_folder(tmp_path / kind, kind)

@@ -36,7 +36,7 @@ def test_a_server_answers_as_one_process(tmp_path, kind, ranks, options, fields)
     assert own != any("the model's layers are split blocks" in line for line in lines)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_server_measures_which_layers_are_faster(tmp_path, ranks):
     """Without an option rank 0 says what all ranks have measured, and what follows from it."""
     lines = require_answers(save_model_folder(tmp_path), ranks)
@@ -46,6 +46,7 @@ def test_a_server_measures_which_layers_are_faster(tmp_path, ranks):
     assert "split blocks" in said or "mlx-lm's own" in said
 
 
+@pytest.mark.long
 def test_the_layers_stay_where_an_operator_asks_for_it(tmp_path):
     lines = require_answers(save_model_folder(tmp_path), 2, "--no-split-blocks")
     assert not any("layers are" in line for line in lines)

@@ -217,7 +217,7 @@ def test_models_whose_prompts_are_computed_alone_have_no_drafts(loaded):
         pytest.param(2, ["--draft-model", "DRAFT", "--shard-draft-model"], marks=pytest.mark.long),
         pytest.param(3, ["--draft-model", "DRAFT", "--shard-draft-model"], marks=pytest.mark.long),
         pytest.param(2, ["--prompt-lookup", "--num-draft-tokens", "5"], marks=pytest.mark.long),
-        (2, ["--draft-model", "DRAFT", "--shard-vocabulary"]),
+        pytest.param(2, ["--draft-model", "DRAFT", "--shard-vocabulary"], marks=pytest.mark.long),
         pytest.param(3, ["--prompt-lookup", "--shard-vocabulary"], marks=pytest.mark.long),
         pytest.param(
             2, ["--draft-model", "DRAFT", "--shard-draft-model", "--shard-vocabulary"], marks=pytest.mark.long
