@@ -24,6 +24,7 @@ import numpy as np
 from mlx_lm import cli, utils
 from mlx_lm.generate import TextStateMachine
 
+from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.models.load import load_sharded
@@ -100,6 +101,8 @@ def sharded_load(
         directory, group=group, pp=pp, adapter_path=adapter_path, tokenizer_config=tokenizer_config
     )
     split = SplitModel.from_model(model, group=group, if_faster_for=if_faster_for)
+    if group.rank() == 0:
+        logger.info("load", f"the model's layers are {split.described_layers}")
     return (split, tokenizer, config) if return_config else (split, tokenizer)
 
 

@@ -82,13 +82,7 @@ def _with_blocks(name: str, model: nn.Module, options: ServeOptions, group: Grou
         shard_vocabulary=not options.shard_vocabulary,
     )
     if group.rank() == 0:
-        if split.why_not_blocks is not None:
-            say(f"{name} are mlx-lm's own, and not split: {split.why_not_blocks}")
-        elif split.decode_seconds is not None:
-            block, layer = (1e3 * seconds for seconds in split.decode_seconds)
-            say(f"{name} are split blocks: {block:.2f} ms a layer and decode step of {rows} rows, not {layer:.2f}")
-        else:
-            say(f"{name} are split blocks")
+        say(f"{name} are {split.described_layers}")
     return split
 
 

@@ -42,7 +42,7 @@ def test_a_server_measures_which_layers_are_faster(tmp_path, ranks):
     lines = require_answers(save_model_folder(tmp_path), ranks)
     (said,) = [line for line in lines if "the model's layers are" in line]
     milliseconds = [float(number) for number in re.findall(r"(\d+\.\d+)", said)]
-    assert len(milliseconds) == 2 and "3 rows" in said, said
+    assert len(milliseconds) == 2, said
     assert "split blocks" in said or "mlx-lm's own" in said
 
 

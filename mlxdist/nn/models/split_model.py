@@ -127,6 +127,16 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
                 _require_close(found, wanted, numbers, split.model_type)
         return split
 
+    @property
+    def described_layers(self) -> str:
+        """The form of the layers and its reason: "split blocks: ..." or "mlx-lm's own, and not split: ..."."""
+        if self.why_not_blocks is not None:
+            return f"mlx-lm's own, and not split: {self.why_not_blocks}"
+        if self.decode_seconds is None:
+            return "split blocks"
+        block, layer = (1e3 * seconds for seconds in self.decode_seconds)
+        return f"split blocks: {block:.2f} ms a layer and decode step, not {layer:.2f}"
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the model: tokens, integers of shape (batch, length), give logits of shape (batch, length, vocabulary)
         in the model's dtype, the same on every rank."""
@@ -242,7 +252,9 @@ class _StandIn:
 def _kinds(model: nn.Module) -> list[nn.Module]:
     """One of this rank's layers of each kind."""
     layers = [model.layers[number] for number in reversed(_own_layers(model))]
-    return list({tuple(type(module) for module in layer.modules()): layer for layer in layers}.values())
+    # By their names: each layer of a stage has a class of its own, with the name of mlx-lm's.
+    names = [tuple((type(one).__module__, type(one).__qualname__) for one in layer.modules()) for layer in layers]
+    return list(dict(zip(names, layers)).values())
 
 
 def _wrong_blocks(model: nn.Module, form: _Form) -> str | None:
