@@ -33,10 +33,8 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
             caches to quantize.
     """
     with agreed("serve", group):
-        if placement.stage_plan is not None and (options.limits.num_draft_tokens or options.shard_vocabulary):
-            raise InvalidArgument(
-                "serve: drafts and --shard-vocabulary are for ranks that share every layer, not stages"
-            )
+        if placement.stage_plan is not None and options.shard_vocabulary:
+            raise InvalidArgument("serve: --shard-vocabulary is for ranks that share every layer, not stages")
     model: Any
     model, tokenizer = load_sharded(
         directory,

@@ -146,7 +146,8 @@ class Worker:
         self._model = _scored(OneRequestModel(model) if fails_in_batches else model)
         self._drafts = limits.num_draft_tokens
         # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
-        stage = stage_of(self._model)
+        # A step with drafts ends with tokens on the host, so that no other batch could be on its way meanwhile.
+        stage = None if self._drafts else stage_of(self._model)
         self._batches = 1 if stage is None else stage.stages
         requests_alone = fails_in_batches or file in REQUESTS_ALONE
         places = 1 if requests_alone else limits.decode_concurrency

@@ -189,10 +189,12 @@ def test_sliding_windows_and_recurrent_states_go_back(tmp_path, kind, most, draf
     [("qwen3_next", 2, ["--draft-model", "DRAFT", "--shard-draft-model"])]
     + [
         pytest.param(kind, ranks, options, marks=pytest.mark.long)
-        for kind in ("gemma3_text", "qwen3_next")
+        for kind in ("qwen3", "gemma3_text", "qwen3_next")
         for ranks, options in (
             (2, ["--prompt-lookup", "--shard-vocabulary"]),
+            (2, ["--prompt-lookup", "--pipeline"]),
             (3, ["--draft-model", "DRAFT", "--rank-shares", "2,1,1"]),
+            (4, ["--draft-model", "DRAFT", "--shard-draft-model", "--tp", "2", "--pipeline"]),
         )
     ],
 )
@@ -273,7 +275,7 @@ def test_adapters_grammars_and_preemption_are_as_without(folders, tmp_path, opti
     [
         (["--draft-model", "SMALL"], "the draft model has logits for 300 tokens, and the model for 259"),
         (["--draft-model", "OTHER"], "has another tokenizer"),
-        (["--prompt-lookup", "--pipeline"], "drafts and --shard-vocabulary are for ranks that share every layer"),
+        (["--shard-vocabulary", "--pipeline"], "--shard-vocabulary is for ranks that share every layer"),
     ],
 )
 @pytest.mark.long
