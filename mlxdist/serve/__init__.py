@@ -5,7 +5,7 @@ alone has: a request, a clock, a client that has gone, the bytes of a shard. Her
 
 In the launcher, or beside rank 0 in a thread; without MLX:
 
-api/                requests and answers of OpenAI's API, as types
+api/                requests and answers of OpenAI's and Anthropic's APIs, as types
 application.py      the application of HTTP (Starlette); http_checks.py: what is checked before a body is read
 http_server.py      runs it (uvicorn); http_connection.py: bounds of a connection; listener.py: where it listens
 http_options.py     HttpOptions; log.py: a line for each request

@@ -1,15 +1,14 @@
-"""The application of HTTP: OpenAI's API, /health and /metrics, by calls to rank 0.
+"""The application of HTTP: OpenAI's and Anthropic's APIs, /health and /metrics, by calls to rank 0.
 
 It imports neither MLX nor mlx-lm: it runs in the launcher, or beside rank 0 in a thread.
 """
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +25,9 @@ from .api import (
     ApiAnswer,
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     TokenizeRequest,
     model_object,
     models_list,
@@ -49,12 +50,22 @@ _STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
-_DONE = "data: [DONE]\n\n"
 
-_Generation = ChatRequest | CompletionRequest
-_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest)
+_Question = TokenizeRequest | DetokenizeRequest | CountTokensRequest
+_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | MessagesRequest | _Question)
 _Result = TypeVar("_Result")
-_Take = Callable[[list[dict[str, Any]], Event], Awaitable[None]]
+_Take = Callable[[ApiAnswer, int, Event], Awaitable[None]]
+
+
+class _Generation(Protocol):
+    """A request for an answer, of any API."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    def calls(self) -> list[Generate]: ...
+
+    def answer(self, request_id: str, created: int) -> ApiAnswer: ...
 
 
 def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) -> Starlette:
@@ -77,13 +88,13 @@ def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) ->
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
-    """404 and 405 in OpenAI's format. OPTIONS, which no route has, gets the methods of its path."""
+    """404 and 405. OPTIONS, which no route has, gets the methods of its path."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)
     is_known = error.status_code == 405
     text = f"{request.method} is not for this path" if is_known else "there is nothing of this name"
-    response = refused(Refusal(text, error.status_code))
+    response = refused(Refusal(text, error.status_code), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -103,6 +114,8 @@ class _Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
@@ -115,10 +128,16 @@ class _Api:
         self._running = 0  # requests in progress
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._generation(request, ChatRequest)
+        return self._answering(await self._parsed(request, ChatRequest))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._generation(request, CompletionRequest)
+        return self._answering(await self._parsed(request, CompletionRequest))
+
+    async def messages(self, request: Request) -> ASGIApp:
+        return self._answering(await self._parsed(request, MessagesRequest))
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        return partial(self._ask, await self._parsed(request, CountTokensRequest))
 
     async def tokenize(self, request: Request) -> ASGIApp:
         return partial(self._ask, await self._parsed(request, TokenizeRequest))
@@ -141,7 +160,7 @@ class _Api:
         try:
             await self._rank_zero.check()
         except Refusal as refusal:
-            return refused(refusal, {"status": "unavailable", "reason": str(refusal)})
+            return refused(refusal, request.url.path, {"status": "unavailable", "reason": str(refusal)})
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -162,22 +181,19 @@ class _Api:
     async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
         return parse(await _body(request), kind, ignore_unknown=self._options.ignore_unknown_fields)
 
-    async def _generation(self, request: Request, kind: type[_Generation]) -> ASGIApp:
-        parsed = await self._parsed(request, kind)
-        return partial(self._stream if parsed.stream else self._whole, parsed)
+    def _answering(self, request: _Generation) -> ASGIApp:
+        return partial(self._stream if request.stream else self._whole, request)
 
-    async def _ask(
-        self, request: TokenizeRequest | DetokenizeRequest, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _ask(self, request: _Question, scope: Scope, receive: Receive, send: Send) -> None:
         with self._place():
             value = await _unless_gone(receive, self._rank_zero.ask(request.call()))
         await JSONResponse(request.answer(value))(scope, receive, send)
 
     async def _whole(self, request: _Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        async def drop(chunks: list[dict[str, Any]], event: Event) -> None:
-            """Does nothing: the answer has all of them."""
+        async def add(answer: ApiAnswer, choice: int, event: Event) -> None:
+            answer.add(choice, event)
 
-        attempt = partial(self._attempt, request, record_of(scope), drop)
+        attempt = partial(self._attempt, request, record_of(scope), add)
         with self._place():
             answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: False))
         await JSONResponse(answer.whole())(scope, receive, send)
@@ -189,20 +205,20 @@ class _Api:
         with self._place():
             try:
                 answer = await _unless_gone(receive, self._rank_zero.answered(attempt, lambda: stream.has_output))
-                last = _text(answer.last()) + _DONE
+                last = answer.encode(answer.last()) + answer.stream_end
             except Refusal as refusal:
-                if not stream.is_open:
+                if stream.answer is None:
                     raise
                 record_of(scope).fail(refusal)
-                last = _text([refusal.error])
+                last = stream.answer.encode(stream.answer.failed(refusal))
             await stream.close(last)
 
     async def _attempt(self, request: _Generation, record: RequestRecord, take: _Take) -> ApiAnswer:
-        """Asks rank 0 for an answer. ``take``: gets the chunks of each event, if any, and the event."""
+        """Asks rank 0 for an answer. ``take``: gets each event, with the number of its choice, and adds it."""
         record.answer = answer = request.answer(record.id, int(time.time()))
         async with contextlib.aclosing(_events(self._rank_zero, request.calls())) as events:
             async for choice, event in events:
-                await take(answer.add(choice, event), event)
+                await take(answer, choice, event)
         return answer
 
 
@@ -210,35 +226,29 @@ class _EventStream:
     """An answer of server-sent events.
 
     Attributes:
-        is_open: whether its headers are sent, so that an error is an event.
+        answer: that of the last event; None until the headers are sent, after which an error is an event.
         has_output: whether some of the answer is sent, so that the request cannot be tried again.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.is_open = self.has_output = False
+        self.answer: ApiAnswer | None = None
+        self.has_output = False
 
-    async def add(self, chunks: list[dict[str, Any]], event: Event) -> None:
+    async def add(self, answer: ApiAnswer, choice: int, event: Event) -> None:
         """Sends the chunks that an event of rank 0 makes. Returns once the client has taken enough of them."""
+        chunks = answer.add(choice, event)
         self.has_output |= bool(chunks)
         alive = f": keepalive {event.processed}/{event.total}\n\n" if isinstance(event, Progress) else ""
-        await self._write(alive + _text(chunks))
+        is_first, self.answer = self.answer is None, answer
+        if is_first:
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        if text := alive + answer.encode(chunks):
+            await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
     async def close(self, text: str) -> None:
         """Sends the last events."""
-        await self._write(text, more=False)
-
-    async def _write(self, text: str, more: bool = True) -> None:
-        if not self.is_open:
-            self.is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-        if text or not more:
-            await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-def _text(chunks: list[dict[str, Any]]) -> str:
-    """Server-sent events."""
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": False})
 
 
 async def _body(request: Request) -> bytes:

@@ -26,6 +26,8 @@ from .refusal import Refusal
 
 __all__ = ["AfterCors", "BeforeCors", "record_of", "refused"]
 
+_ANTHROPIC = "/v1/messages"  # paths that begin so have errors of Anthropic's form
+_OVERLOADED = 529  # Anthropic's status in place of 503
 _UNLOGGED = ("/health", "/metrics")  # programs ask every few seconds
 
 
@@ -35,10 +37,13 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
-def refused(refusal: Refusal, body: dict[str, Any] | None = None) -> JSONResponse:
-    """The response of a refusal, by default with the error in OpenAI's format."""
+def refused(refusal: Refusal, path: str, body: dict[str, Any] | None = None) -> JSONResponse:
+    """The response of a refusal, by default with the error in the format of the API that has the path."""
     headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
     headers |= {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+    if path.startswith(_ANTHROPIC):
+        status = _OVERLOADED if refusal.status == 503 else refusal.status
+        return JSONResponse(refusal.anthropic_error, status, headers)
     return JSONResponse(body or refusal.error, refusal.status, headers)
 
 
@@ -129,10 +134,13 @@ class AfterCors:
             raise Refusal(f"the body must have at most {MAX_BODY} bytes", 413)
         if not self._key or scope["path"] == "/health" or scope["method"] == "OPTIONS":
             return
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # the second is Anthropic's
         # Not by ==, whose duration depends on how many of the first characters are right.
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = given.partition(" ")
         if not hmac.compare_digest(f"{scheme.capitalize()} {key}".encode("latin-1"), self._key):
-            raise Refusal("the API key is missing or wrong; send it as Authorization: Bearer KEY", 401)
+            raise Refusal(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY or x-api-key: KEY", 401
+            )
 
 
 async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +148,7 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
     record = record_of(scope)
     record.fail(refusal)
     if not record.status:
-        await refused(refusal)(scope, receive, send)
+        await refused(refusal, scope["path"])(scope, receive, send)
 
 
 def _path(path: str) -> str:

@@ -16,6 +16,16 @@ _CODES = {
     504: "timeout",
 }
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 class Refusal(Exception):
     """A request that is not served, or not to its end. Its text goes to the client.
@@ -46,6 +56,13 @@ class Refusal(Exception):
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = kind if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_error(self) -> dict[str, Any]:
+        """The body of the error, in the format of Anthropic's API."""
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
 
 def sentence(error: Exception) -> str:

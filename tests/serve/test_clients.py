@@ -12,11 +12,9 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import mlx.core as mx
 import pytest
+from calling_model import CALL, TOOL, save_model_that_calls_a_tool
 from serving import ServerProcess, random_request, save_model_folder
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -81,34 +79,6 @@ def test_curl(server, tmp_path):
     large.write_bytes(b" " * (9 << 20))
     assert json.loads(curl(url, "-d", f"@{large}"))["error"]["message"].startswith("the body must have at most")
     assert "mlxdist_serve_requests_total" in curl(server.address + "/metrics")
-
-
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-CALL = ["<tool_call>", '{"name": "look", ', '"arguments": {"at": ', "1}}", "</tool_call>", "<|end|>"]
-
-
-def save_model_that_calls_a_tool(folder):
-    """Each token has one that follows it, and what follows a prompt is CALL."""
-    save_model_folder(folder, vocab_size=64)
-    tokens = ["<|message|>", *CALL, *(f"w{i}" for i in range(64 - 1 - len(CALL)))]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="w0"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=["<|message|>"]
-    )
-    # mlx-lm finds the format of calls by what the template has.
-    calls = "{% for tool_call in message.tool_calls or [] %}<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}"
-    saved.chat_template = "{% for message in messages %}" + calls + "w1 {% endfor %}<|message|>"
-    saved.save_pretrained(folder)
-    weights = mx.load(str(folder / "model.safetensors"))
-    for name in weights:  # a layer adds nothing to the embedding of the last token
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] = mx.zeros_like(weights[name])
-    embedding = weights["model.embed_tokens.weight"] = mx.eye(64)
-    weights["model.norm.weight"] = mx.ones(64)
-    weights["lm_head.weight"] = mx.roll(embedding, 1, axis=0)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    return folder
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -229,11 +229,15 @@ class ServerProcess:
 
     def stream(self, body: dict, path: str = "/v1/completions") -> list[str]:
         """The events of a streamed answer, without those that only keep the connection."""
+        lines = self.stream_text(body, path).splitlines()
+        return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+    def stream_text(self, body: dict, path: str) -> str:
+        """The whole text of a streamed answer."""
         connection = http.client.HTTPConnection(*self.where, timeout=60)
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
-            lines = connection.getresponse().read().decode().splitlines()
-        return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            return connection.getresponse().read().decode()
 
     @contextlib.contextmanager
     def raw(self, data: bytes) -> Iterator[socket.socket]:

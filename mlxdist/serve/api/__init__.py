@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API, as types: requests to calls of rank 0, and its events to answers. It has no MLX and no mlx-lm.
+"""The HTTP APIs, as types: requests to calls of rank 0, and its events to answers. It has no MLX and no mlx-lm.
 
 fields.py       the body of a request, and the rules of its fields
 generation.py   the fields that chats and completions share; structured.py: those of structured output
@@ -7,9 +7,12 @@ completions.py  /v1/completions
 tokenize.py     /tokenize and /detokenize
 models.py       /v1/models
 answers.py      answers and the chunks of streams
+anthropic.py    /v1/messages and /v1/messages/count_tokens; anthropic_answers.py: their answers
+blocks.py       answers of blocks, one after the other
 """
 
 from .answers import ApiAnswer
+from .anthropic import CountTokensRequest, MessagesRequest
 from .chat import ChatRequest
 from .completions import CompletionRequest
 from .fields import check, parse
@@ -20,7 +23,9 @@ __all__ = [
     "ApiAnswer",
     "ChatRequest",
     "CompletionRequest",
+    "CountTokensRequest",
     "DetokenizeRequest",
+    "MessagesRequest",
     "TokenizeRequest",
     "check",
     "model_object",

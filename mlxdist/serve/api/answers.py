@@ -1,12 +1,14 @@
-"""Answers of OpenAI's API, whole or in chunks, made of the events of rank 0."""
+"""Answers of chats and completions, whole or in chunks, made of the events of rank 0; and what all APIs' have."""
 
 import codecs
+import json
 import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..protocol import Admitted, Event, Finished, Output, TokenLogprob, ToolCall
+from ..refusal import Refusal
 
 __all__ = ["ApiAnswer", "ChatAnswer", "CompletionAnswer"]
 
@@ -33,68 +35,45 @@ class Choice:
 
 
 class ApiAnswer(ABC):
-    """The answer to a request: of choices that rank 0 makes one by one.
+    """The answer to a request of any API: of choices that rank 0 makes one by one.
 
     Args:
         answer_id: its id.
         created: seconds since 1970.
         n: the choices of each prompt.
         prompts: the number of prompts.
-        include_usage: whether a stream ends with the usage.
-        usage_in_chunks: whether each chunk has that of its choice so far, as in vLLM.
 
     Attributes:
-        kind, chunk_kind: OpenAI's types of the answer and of its chunks.
+        stream_end: the text after the last event of a stream that has not failed.
     """
 
-    kind: str
-    chunk_kind: str
+    stream_end = ""
 
-    def __init__(
-        self, answer_id: str, created: int, n: int, prompts: int, include_usage: bool, usage_in_chunks: bool
-    ) -> None:
+    def __init__(self, answer_id: str, created: int, n: int = 1, prompts: int = 1) -> None:
         self._id, self._created, self._n = answer_id, created, n
-        self._include_usage, self._usage_in_chunks = include_usage, include_usage and usage_in_chunks
         self._model = ""
         self._choices = [Choice() for _ in range(n * prompts)]
 
+    @abstractmethod
     def add(self, choice: int, event: Event) -> list[dict[str, Any]]:
         """Adds an event of a choice. Returns the chunks of a stream that it makes."""
-        to = self._choices[choice]
-        if isinstance(event, Admitted):
-            self._model = event.model
-            to.prompt_tokens, to.cached_tokens = event.prompt_tokens, event.cached_tokens
-            to.echo = event.prompt_text or ""
-        elif isinstance(event, Output):
-            to.completion_tokens = event.completion_tokens
-            made = [self._token(to, token) for token in event.tokens]
-            to.tokens += made
-            to.unsent += made
-            if event.content or event.reasoning or event.tool_calls:
-                return [self._chunk(choice, self._add(to, event))]
-        elif isinstance(event, Finished):
-            to.completion_tokens = event.completion_tokens
-            to.finish_reason, to.stop_reason = event.finish_reason, event.stop_reason
-            return [self._chunk(choice, self._add(to, Output()))]
-        return []
 
+    @abstractmethod
     def last(self) -> list[dict[str, Any]]:
         """The chunks of a stream after all choices have finished."""
-        return [self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()}] if self._include_usage else []
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer as one object, after all choices have finished."""
-        choices = [
-            {
-                "index": index,
-                **self._body(choice),
-                "logprobs": self._logprobs(choice.tokens),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(self._choices)
-        ]
-        return self._head(self.kind) | {"choices": choices, "usage": self._usage()}
+
+    def failed(self, refusal: Refusal) -> list[dict[str, Any]]:
+        """The last chunks of a stream that fails."""
+        return [refusal.error]
+
+    @staticmethod
+    def encode(chunks: list[dict[str, Any]]) -> str:
+        """The chunks as server-sent events."""
+        return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
 
     @property
     def prompt_tokens(self) -> int:
@@ -116,6 +95,75 @@ class ApiAnswer(ABC):
     def finish_reasons(self) -> list[str]:
         """Why choices have finished."""
         return [choice.finish_reason for choice in self._choices if choice.finish_reason is not None]
+
+    def _count(self, choice: int, event: Event) -> Choice:
+        """Notes what an event says beside its text. Returns its choice."""
+        to = self._choices[choice]
+        if isinstance(event, Admitted):
+            self._model = event.model
+            to.prompt_tokens, to.cached_tokens = event.prompt_tokens, event.cached_tokens
+        elif isinstance(event, Output | Finished):
+            to.completion_tokens = event.completion_tokens
+        if isinstance(event, Finished):
+            to.finish_reason, to.stop_reason = event.finish_reason, event.stop_reason
+        return to
+
+    def _groups(self) -> list[list[Choice]]:
+        """The choices of each prompt."""
+        return [self._choices[at : at + self._n] for at in range(0, len(self._choices), self._n)]
+
+
+class _ChoicesAnswer(ApiAnswer):
+    """An answer of chats or completions.
+
+    Args:
+        answer_id, created, n, prompts: as of :class:`ApiAnswer`.
+        include_usage: whether a stream ends with the usage.
+        usage_in_chunks: whether each chunk has that of its choice so far, as in vLLM.
+
+    Attributes:
+        kind, chunk_kind: OpenAI's types of the answer and of its chunks.
+    """
+
+    kind: str
+    chunk_kind: str
+    stream_end = "data: [DONE]\n\n"
+
+    def __init__(
+        self, answer_id: str, created: int, n: int, prompts: int, include_usage: bool, usage_in_chunks: bool
+    ) -> None:
+        super().__init__(answer_id, created, n, prompts)
+        self._include_usage, self._usage_in_chunks = include_usage, include_usage and usage_in_chunks
+
+    def add(self, choice: int, event: Event) -> list[dict[str, Any]]:
+        to = self._count(choice, event)
+        if isinstance(event, Admitted):
+            to.echo = event.prompt_text or ""
+        elif isinstance(event, Output):
+            made = [self._token(to, token) for token in event.tokens]
+            to.tokens += made
+            to.unsent += made
+            if event.content or event.reasoning or event.tool_calls:
+                return [self._chunk(choice, self._add(to, event))]
+        elif isinstance(event, Finished):
+            return [self._chunk(choice, self._add(to, Output()))]
+        return []
+
+    def last(self) -> list[dict[str, Any]]:
+        return [self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()}] if self._include_usage else []
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                **self._body(choice),
+                "logprobs": self._logprobs(choice.tokens),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for index, choice in enumerate(self._choices)
+        ]
+        return self._head(self.kind) | {"choices": choices, "usage": self._usage()}
 
     @abstractmethod
     def _add(self, choice: Choice, output: Output) -> dict[str, Any]:
@@ -148,15 +196,11 @@ class ApiAnswer(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _groups(self) -> list[list[Choice]]:
-        """The choices of each prompt."""
-        return [self._choices[at : at + self._n] for at in range(0, len(self._choices), self._n)]
-
     def _usage(self) -> dict[str, Any]:
         return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
-class ChatAnswer(ApiAnswer):
+class ChatAnswer(_ChoicesAnswer):
     """An answer of /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -191,7 +235,7 @@ class ChatAnswer(ApiAnswer):
         return {"content": tokens, "refusal": None} if tokens else None
 
 
-class CompletionAnswer(ApiAnswer):
+class CompletionAnswer(_ChoicesAnswer):
     """An answer of /v1/completions."""
 
     kind, chunk_kind = "text_completion", "text_completion"

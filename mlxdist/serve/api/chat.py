@@ -12,10 +12,13 @@ from .fields import Checked, Fields, Only
 from .generation import Generation, object_of
 from .messages import Message, Tool, for_template
 
-__all__ = ["MAX_MESSAGES", "NOT_OF_TEMPLATES", "ChatPrompt", "ChatRequest"]
+__all__ = [
+    "MAX_MESSAGES", "MAX_TOOLS", "NOT_OF_TEMPLATES", "ChatPrompt", "ChatRequest", "Effort",
+    "check_tool_choice", "effort_arguments",
+]  # fmt: skip
 
 MAX_MESSAGES = 4096
-_MAX_TOOLS = 256
+MAX_TOOLS = 256
 # Arguments of transformers' apply_chat_template, which are not variables of the template.
 NOT_OF_TEMPLATES = frozenset(
     {
@@ -38,6 +41,9 @@ NOT_OF_TEMPLATES = frozenset(
         "kwargs",
     }
 )
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _template_arguments(value: Any) -> dict[str, Any]:
@@ -63,6 +69,23 @@ def _role_mapping(value: Any) -> dict[str, str]:
     return value
 
 
+def check_tool_choice(choice: str, names: list[str]) -> None:
+    """Raises Refusal: ``choice``, "none", "auto", "required" or a name, needs a tool that is not in ``names``."""
+    if choice in ("none", "auto"):
+        return
+    if not names:
+        raise Refusal(f"tool_choice is {choice[:64]!r}, and there are no tools", param="tool_choice")
+    if choice != "required" and choice not in names:
+        raise Refusal(f"tool_choice names {choice[:64]!r}, which is none of tools", param="tool_choice")
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """The variables of the template for OpenAI's `reasoning_effort`."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
 class ChatPrompt(Fields):
     """The fields of a chat that its template reads."""
 
@@ -70,7 +93,7 @@ class ChatPrompt(Fields):
     messages: Annotated[
         list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="text alone")
     ]
-    tools: Annotated[list[Tool], FailFast(), Field(max_length=_MAX_TOOLS, description="functions")] = []
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=MAX_TOOLS, description="functions")] = []
     chat_template_kwargs: Annotated[dict[str, Any], Checked(_template_arguments, "variables of the template")] = {}
     add_generation_prompt: bool | None = Field(None, description="the template begins an answer, by default")
     continue_final_message: bool = Field(False, description="the answer continues the last message")
@@ -114,7 +137,7 @@ class ChatRequest(Generation, ChatPrompt):
     logprobs: bool = Field(False, description="logprobs of the answer's tokens")
     tool_choice: Annotated[str, Checked(_tool_choice, "`none`, `auto`, `required`, or a function by its name")] = "auto"
     parallel_tool_calls: bool = Field(True, description="an answer may have several calls")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="a variable of the template; `none` switches `enable_thinking` off"
     )
     audio: Annotated[Any, Only()] = None
@@ -136,27 +159,16 @@ class ChatRequest(Generation, ChatPrompt):
 
     @model_validator(mode="after")
     def _has_tools(self) -> "ChatRequest":
-        if self.tool_choice in ("none", "auto"):
-            return self
         tools: Any = self.tools
-        if not tools:
-            raise Refusal(f"tool_choice is {self.tool_choice[:64]!r}, and there are no tools", param="tool_choice")
-        if self.tool_choice != "required" and all(self.tool_choice != tool["function"]["name"] for tool in tools):
-            raise Refusal(f"tool_choice names {self.tool_choice[:64]!r}, which is none of tools", param="tool_choice")
+        check_tool_choice(self.tool_choice, [tool["function"]["name"] for tool in tools])
         return self
 
     def calls(self) -> list[Generate]:
         """A call for each choice."""
         tops = self.top_logprobs or (0 if self.logprobs else None)
         choice = {"tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
-        return list(self._calls([self._chat(self._effort())], tops, **choice))
+        return list(self._calls([self._chat(effort_arguments(self.reasoning_effort))], tops, **choice))
 
     def answer(self, request_id: str, created: int) -> ApiAnswer:
         usage = self.stream_options.include_usage, self.stream_options.continuous_usage_stats
         return ChatAnswer(f"chatcmpl-{request_id}", created, self.n, 1, *usage)
-
-    def _effort(self) -> dict[str, Any]:
-        if self.reasoning_effort is None:
-            return {}
-        off = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {"reasoning_effort": self.reasoning_effort} | off

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -17,7 +17,9 @@ from mlxdist.base.json_reader import NestedTooDeeply, parse_json
 
 from ..refusal import Refusal
 
-__all__ = ["Checked", "Fields", "Integer", "Number", "Only", "Rule", "Unused", "check", "parse", "tokens_of"]
+__all__ = [
+    "Checked", "Fields", "Integer", "Number", "OneOf", "Only", "Rule", "Unused", "check", "parse", "tokens_of",
+]  # fmt: skip
 
 _MAX_DEPTH = 32  # of lists and objects in each other
 _MAX_TOKEN = (1 << 31) - 1  # of decisions to the ranks, with 4 bytes each
@@ -31,6 +33,7 @@ _PROBLEMS = {  # pydantic's names of errors
     "literal_error": "must be {expected}",
     "missing": "is missing",
     "model_type": "must be an object",
+    "other_type": "{problem}",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must not be empty",
     "string_type": "must be a string",
@@ -189,6 +192,36 @@ class Checked(Rule):
         return self.function(value)
 
 
+@dataclass(frozen=True)
+class OneOf(Rule):
+    """An object of one of the classes of a union, by its field `type`.
+
+    Attributes:
+        default: the type of an object that has none.
+        hint: what follows the sentence about an object of another type.
+    """
+
+    default: str = ""
+    hint: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        classes = get_args(source) or (source,)  # a union, or one class
+        kinds = {name: kind for kind in classes for name in get_args(kind.model_fields["type"].annotation)}
+
+        def tag(value: Any) -> str:
+            return f"<{value.get('type') or self.default if isinstance(value, dict) else ''}>"
+
+        *names, last = kinds
+        types = f"{', '.join(names)} or {last}" if names else last
+        return core_schema.tagged_union_schema(
+            {f"<{name}>": handler.generate_schema(kind) for name, kind in kinds.items()},
+            tag,
+            custom_error_type="other_type",
+            custom_error_message="another type",
+            custom_error_context={"problem": f"must be an object of the type {types}{self.hint}"},
+        )
+
+
 def parse(body: bytes, kind: type[Body], *, ignore_unknown: bool = False) -> Body:
     """The request in a body.
 
@@ -222,6 +255,8 @@ def check(fields: dict[str, Any], kind: type[Body], *, ignore_unknown: bool = Fa
         first = error.errors(include_url=False, include_input=False)[0]
     path = ""
     for part in first["loc"]:
+        if isinstance(part, str) and part.startswith("<"):  # of OneOf: no part of the request
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part[:64]!a}" if not part.isidentifier() else f".{part}"
     path = path.removeprefix(".")
     problem = _PROBLEMS.get(first["type"], f"is wrong: {first['msg']}").format_map(first.get("ctx", {}))

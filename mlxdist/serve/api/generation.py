@@ -12,7 +12,10 @@ from . import structured
 from .answers import ApiAnswer
 from .fields import Checked, Fields, Integer, Number, Only, Unused, tokens_of
 
-__all__ = ["MAX_ALL_CHOICES", "MAX_BIASES", "MAX_CHOICES", "MAX_STOP_TOKENS", "MAX_TOPS", "Generation", "object_of"]
+__all__ = [
+    "MAX_ALL_CHOICES", "MAX_BIASES", "MAX_CHOICES", "MAX_STOP_TOKENS", "MAX_TOPS",
+    "Generation", "MaxTokens", "StopWords", "Temperature", "TopK", "TopP", "object_of",
+]  # fmt: skip
 
 MAX_BIASES = 300  # entries of logit_bias, as in OpenAI's API
 MAX_CHOICES = 16  # for a prompt
@@ -73,6 +76,14 @@ def object_of(value: Any) -> dict[str, Any]:
     return value
 
 
+# Types of fields that all APIs have.
+MaxTokens = Annotated[int | None, Integer(1, (1 << 31) - 1, off={-1: None})]
+StopWords = Annotated[list[str], Checked(_stop, f"a string, or up to {_MAX_STOPS}, of up to {_MAX_STOP} characters")]
+Temperature = Annotated[float | None, Number(0, 100, least=1e-4)]
+TopP = Annotated[float | None, Number(0, 1)]
+TopK = Annotated[int | None, Integer(0, (1 << 31) - 1, off={-1: 0})]
+
+
 class StreamOptions(Fields):
     """OpenAI's options of a stream."""
 
@@ -91,20 +102,14 @@ class Generation(Fields):
         StreamOptions(), description="`include_usage`; with it, vLLM's `continuous_usage_stats`"
     )
     n: Annotated[int, Integer(1, MAX_CHOICES)] = Field(1, description="answers to each prompt; a seed counts up")
-    max_tokens: Annotated[int | None, Integer(1, (1 << 31) - 1, off={-1: None})] = Field(
-        None, description="of the answer, by default the operator's"
-    )
-    max_completion_tokens: Annotated[int | None, Integer(1, (1 << 31) - 1, off={-1: None})] = Field(
-        None, description="goes before `max_tokens`"
-    )
-    n_predict: Annotated[int | None, Integer(1, (1 << 31) - 1, off={-1: None})] = Field(
-        None, description="llama.cpp's name of `max_tokens`"
-    )
+    max_tokens: MaxTokens = Field(None, description="of the answer, by default the operator's")
+    max_completion_tokens: MaxTokens = Field(None, description="goes before `max_tokens`")
+    n_predict: MaxTokens = Field(None, description="llama.cpp's name of `max_tokens`")
     min_tokens: Annotated[int, Integer(0, (1 << 31) - 1, off={-1: 0})] = Field(
         0, description="vLLM's: before that nothing ends the answer"
     )
     ignore_eos: bool = Field(False, description="vLLM's: tokens that end an answer do not")
-    stop: Annotated[list[str], Checked(_stop, f"a string, or up to {_MAX_STOPS}, of up to {_MAX_STOP} characters")] = []
+    stop: StopWords = []
     stop_token_ids: Annotated[list[int], Checked(_stop_token_ids, f"a list of up to {MAX_STOP_TOKENS} tokens")] = []
     include_stop_str_in_output: bool = Field(
         False, description="vLLM's: the stop word or token is a part of the answer"
@@ -112,9 +117,9 @@ class Generation(Fields):
     seed: Annotated[int | None, Integer(-(1 << 63), (1 << 64) - 1, off={-1: None})] = Field(
         None, description="by default another one each time"
     )
-    temperature: Annotated[float | None, Number(0, 100, least=1e-4)] = None
-    top_p: Annotated[float | None, Number(0, 1)] = None
-    top_k: Annotated[int | None, Integer(0, (1 << 31) - 1, off={-1: 0})] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
     min_p: Annotated[float | None, Number(0, 1)] = None
     xtc_probability: Annotated[float | None, Number(0, 1)] = None
     xtc_threshold: Annotated[float | None, Number(0, 0.5)] = None

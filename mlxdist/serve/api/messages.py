@@ -7,10 +7,10 @@ from pydantic import ConfigDict, FailFast, Field, WrapValidator, model_validator
 
 from .fields import Checked, Fields, Only, Unused
 
-__all__ = ["Message", "Tool", "for_template"]
+__all__ = ["MAX_NAME", "Message", "Name", "Tool", "for_template"]
 
 _RESERVED = ("none", "auto", "required")  # values of tool_choice
-_MAX_NAME = 256
+MAX_NAME = 256
 _MAX_CALLS = 256  # of a message
 
 
@@ -42,8 +42,8 @@ def _arguments(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if not (isinstance(value, str) and 0 < len(value) <= _MAX_NAME):
-        raise ValueError(f"must be a string of 1 to {_MAX_NAME} characters")
+    if not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
+        raise ValueError(f"must be a string of 1 to {MAX_NAME} characters")
     if value in _RESERVED:
         raise ValueError(f"must not be {value}, which is a value of tool_choice")
     return value
@@ -55,7 +55,7 @@ Name = Annotated[str, Checked(_name)]
 class _CalledFunction(Fields):
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     arguments: Annotated[str, Checked(_arguments)] = "{}"
     parsed_arguments: Annotated[Any, Unused()] = None  # the same once more, by the parse helper of OpenAI's client
 
