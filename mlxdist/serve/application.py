@@ -28,6 +28,8 @@ from .api import (
     CountTokensRequest,
     DetokenizeRequest,
     MessagesRequest,
+    ResponsesRequest,
+    ResponseStore,
     TokenizeRequest,
     model_object,
     models_list,
@@ -52,7 +54,7 @@ _STREAM = [
 ]
 
 _Question = TokenizeRequest | DetokenizeRequest | CountTokensRequest
-_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | MessagesRequest | _Question)
+_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | MessagesRequest | ResponsesRequest | _Question)
 _Result = TypeVar("_Result")
 _Take = Callable[[ApiAnswer, int, Event], Awaitable[None]]
 
@@ -110,10 +112,12 @@ class _Api:
     def __init__(self, rank_zero: RankZero, options: HttpOptions) -> None:
         self._rank_zero, self._options = rank_zero, options
         self._created = int(time.time())
+        self._responses = ResponseStore()
         self.routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -132,6 +136,9 @@ class _Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         return self._answering(await self._parsed(request, CompletionRequest))
+
+    async def responses(self, request: Request) -> ASGIApp:
+        return self._answering((await self._parsed(request, ResponsesRequest)).turn(self._responses))
 
     async def messages(self, request: Request) -> ASGIApp:
         return self._answering(await self._parsed(request, MessagesRequest))

@@ -12,7 +12,7 @@ from anthropic.types.beta import message_create_params as beta_create_params
 from calling_model import CALL, TOOL, save_model_that_calls_a_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_zero import ADMITTED, PROGRESS, answer, launcher_server, said, started
+from rank_zero import ADMITTED, PROGRESS, answer, launcher_server, named_events_of, said, started
 from serving import ServerProcess, save_model_folder
 from waiting import wait_for
 
@@ -329,23 +329,12 @@ def test_anthropics_client_has_a_message_and_a_stream(client, rank_0):
     assert streamed.usage.output_tokens == 7
 
 
-def events_of(text):
-    """The events of a stream: each with its name, which is its type."""
-    found = []
-    for part in text.split("\n\n"):
-        if part and not part.startswith(":"):
-            name, data = part.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {found[-1]['type']}"
-    return found
-
-
 def test_the_order_of_the_events(client, rank_0):
     events = said(ADMITTED, PROGRESS, Output(reasoning="Hm", content="Hi"), Output(tool_calls=[CALLED]))
     events += said(Finished(finish_reason="tool_calls", completion_tokens=3))
     _, text, headers = client.request("POST", "/v1/messages", ask(*events, stream=True))
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    kinds = [event["type"] for event in events_of(text)]
+    kinds = [event["type"] for event in named_events_of(text)]
     assert kinds == ["message_start", "ping", *block * 3, "message_delta", "message_stop"]
     assert text.startswith(": keepalive 1/3\n\nevent: message_start\n") and "[DONE]" not in text
     assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -376,7 +365,7 @@ def test_errors_of_rank_0_have_anthropics_form(client, rank_0, failed, status, k
 def test_an_error_in_a_stream_is_its_last_event(client, rank_0):
     failed = Failed(message="the grammar of the request has failed", status=500)
     _, text, _ = client.request("POST", "/v1/messages", ask(*said(ADMITTED, Output(content="He"), failed), stream=True))
-    *_, delta, last = events_of(text)
+    *_, delta, last = named_events_of(text)
     assert delta["delta"]["text"] == "He"
     assert last == {"type": "error", "error": {"type": "api_error", "message": failed.message}}
 
@@ -444,7 +433,8 @@ CONVERSATION = [
 def test_the_text_is_that_of_a_chat(server):
     for sampling in ({}, {"temperature": 0}, {"top_k": 1, "temperature": 1.0}):
         fields = {"max_tokens": 20} | sampling
-        found = server.ask({"system": "Be brief.", "messages": CONVERSATION} | fields, "/v1/messages")
+        body = {"system": "Be brief.", "messages": CONVERSATION} | fields
+        found = server.ask(body, "/v1/messages")
         chat = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
         expected = server.ask({"messages": chat} | fields, "/v1/chat/completions")
         text = "".join(block["text"] for block in found["content"])
@@ -453,7 +443,9 @@ def test_the_text_is_that_of_a_chat(server):
         counted = usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
         assert counted == (expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"])
         streamed = joined(
-            events_of(server.stream_text({"messages": CONVERSATION, "system": "Be brief."} | fields, "/v1/messages"))
+            named_events_of(
+                server.stream_text({"messages": CONVERSATION, "system": "Be brief."} | fields, "/v1/messages")
+            )
         )
         assert streamed["content"] == found["content"] and streamed["stop_reason"] == found["stop_reason"]
         tokens = server.ask({"system": "Be brief.", "messages": CONVERSATION}, "/v1/messages/count_tokens")

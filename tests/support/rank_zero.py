@@ -246,6 +246,17 @@ def events_of(text: str) -> list[Any]:
     return [part if part == "[DONE]" else json.loads(part) for part in found]
 
 
+def named_events_of(text: str) -> list[Any]:
+    """The events of a stream, without its comments: each with its name, which is its type."""
+    found = []
+    for part in text.split("\n\n"):
+        if part and not part.startswith(":"):
+            name, data = part.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def message(answered: Any) -> str:
     """The text of an error."""
     return answered["error"]["message"]

@@ -8,7 +8,8 @@ tokenize.py     /tokenize and /detokenize
 models.py       /v1/models
 answers.py      answers and the chunks of streams
 anthropic.py    /v1/messages and /v1/messages/count_tokens; anthropic_answers.py: their answers
-blocks.py       answers of blocks, one after the other
+responses.py    /v1/responses; responses_answers.py: its answers; response_store.py: conversations that it keeps
+blocks.py       answers of blocks, one after the other, as the last two APIs have
 """
 
 from .answers import ApiAnswer
@@ -17,6 +18,8 @@ from .chat import ChatRequest
 from .completions import CompletionRequest
 from .fields import check, parse
 from .models import model_object, models_list
+from .response_store import ResponseStore
+from .responses import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest
 
 __all__ = [
@@ -26,6 +29,8 @@ __all__ = [
     "CountTokensRequest",
     "DetokenizeRequest",
     "MessagesRequest",
+    "ResponseStore",
+    "ResponsesRequest",
     "TokenizeRequest",
     "check",
     "model_object",

@@ -10,7 +10,7 @@ from .anthropic_answers import MessagesAnswer
 from .chat import MAX_MESSAGES, MAX_TOOLS, Effort, check_tool_choice, effort_arguments
 from .fields import Checked, Fields, Integer, OneOf, Only, Unused
 from .generation import StopWords, Temperature, TopK, TopP, object_of
-from .messages import MAX_NAME, Message, Name, for_template
+from .messages import MAX_NAME, Message, Name, assistant_message, for_template
 from .structured import json_schema
 
 __all__ = ["MAX_BLOCKS", "CountTokensRequest", "MessagesRequest"]
@@ -178,7 +178,7 @@ class _Conversation(Fields):
     def _prompt(self) -> Prompt:
         messages = [Message(role="system", content=_joined(self.system))] if self.system else []
         for message in self.messages:
-            messages += _assistant(message) if message.role == "assistant" else _others(message)
+            messages += [_assistant(message)] if message.role == "assistant" else _others(message)
         last = messages[-1]
         continues = last.role == "assistant" and bool(last.content) and not last.tool_calls
         arguments = effort_arguments(self.output_config.effort)
@@ -243,17 +243,14 @@ def _joined(blocks: list[Any]) -> str:
     return "".join(block.text for block in blocks if isinstance(block, _Text))
 
 
-def _assistant(message: _Message) -> list[Message]:
+def _assistant(message: _Message) -> Message:
     calls = [
         {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
         for block in message.content
         if isinstance(block, _ToolUse)
     ]
-    thoughts = [block.thinking for block in message.content if isinstance(block, _Thinking)]
-    fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
-    fields |= {"reasoning": "".join(thoughts)} if thoughts else {}
-    text = _joined(message.content)
-    return [Message.model_validate({"role": "assistant", "content": text or (None if calls else "")} | fields)]
+    thoughts = "".join(block.thinking for block in message.content if isinstance(block, _Thinking))
+    return assistant_message(_joined(message.content), thoughts, calls)
 
 
 def _others(message: _Message) -> list[Message]:

@@ -1,6 +1,5 @@
 """Answers of Anthropic's API, whole or as the events of a stream."""
 
-import json
 from typing import Any
 
 from mlxdist.base.json_reader import parse_json
@@ -25,10 +24,6 @@ class MessagesAnswer(BlocksAnswer):
 
     def failed(self, refusal: Refusal) -> list[dict[str, Any]]:
         return [refusal.anthropic_error]
-
-    @staticmethod
-    def encode(chunks: list[dict[str, Any]]) -> str:
-        return "".join(f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n" for chunk in chunks)
 
     @property
     def _stop_sequence(self) -> str | None:

@@ -1,11 +1,12 @@
 """Answers that are a list of blocks, as Anthropic's API and OpenAI's Responses have them: thoughts, text, calls."""
 
+import json
 import uuid
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..protocol import Admitted, Event, Finished, Output, Progress
+from ..protocol import Event, Finished, Output
 from .answers import ApiAnswer
 
 __all__ = ["Block", "BlocksAnswer", "BlockKind"]
@@ -51,21 +52,26 @@ class BlocksAnswer(ApiAnswer):
 
     def add(self, choice: int, event: Event) -> list[dict[str, Any]]:
         self._count(choice, event)
-        if isinstance(event, Admitted | Progress):
+        if not isinstance(event, Output | Finished):
             return []
-        chunks: list[dict[str, Any]] = []
-        if isinstance(event, Output):
-            if event.reasoning:
-                self._reasoning_tokens = event.completion_tokens
-                chunks += self._extend("thinking", event.reasoning)
-            if event.content:
-                chunks += self._extend("text", event.content)
-            for call in event.tool_calls:
-                chunks += self._begin(Block("call", len(self._blocks), name=call.name))
-                chunks += self._extend("call", call.arguments)
-        elif isinstance(event, Finished):
-            chunks += self._close()
-        return self._beginning() + chunks if chunks or isinstance(event, Finished) else []
+        if isinstance(event, Output) and not (event.reasoning or event.content or event.tool_calls):
+            return []
+        chunks = self._beginning()
+        if isinstance(event, Finished):
+            return chunks + self._close()
+        if event.reasoning:
+            self._reasoning_tokens = event.completion_tokens
+            chunks += self._extend("thinking", event.reasoning)
+        if event.content:
+            chunks += self._extend("text", event.content)
+        for call in event.tool_calls:
+            chunks += self._begin(Block("call", len(self._blocks), name=call.name))
+            chunks += self._extend("call", call.arguments)
+        return chunks
+
+    @staticmethod
+    def encode(chunks: list[dict[str, Any]]) -> str:
+        return "".join(f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n" for chunk in chunks)
 
     @property
     def has_called(self) -> bool:

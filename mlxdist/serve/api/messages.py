@@ -7,7 +7,7 @@ from pydantic import ConfigDict, FailFast, Field, WrapValidator, model_validator
 
 from .fields import Checked, Fields, Only, Unused
 
-__all__ = ["MAX_NAME", "Message", "Name", "Tool", "for_template"]
+__all__ = ["MAX_NAME", "Message", "Name", "Tool", "as_given", "assistant_message", "for_template"]
 
 _RESERVED = ("none", "auto", "required")  # values of tool_choice
 MAX_NAME = 256
@@ -109,12 +109,13 @@ class _Tool(Fields):
     function: _Function
 
 
-def _as_given(value: Any, check: Any) -> Any:
+def as_given(value: Any, check: Any) -> Any:
+    """The value itself, once it is checked: the body of a WrapValidator."""
     check(value)
     return value  # templates write it into the prompt, in the order of its fields
 
 
-Tool = Annotated[_Tool, WrapValidator(_as_given)]
+Tool = Annotated[_Tool, WrapValidator(as_given)]
 
 
 def for_template(message: Message) -> dict[str, Any]:
@@ -130,3 +131,10 @@ def for_template(message: Message) -> dict[str, Any]:
         made["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
     named = {"name": message.name, "tool_call_id": message.tool_call_id}
     return made | {name: value for name, value in named.items() if value is not None}
+
+
+def assistant_message(text: str, thoughts: str, calls: list[dict[str, Any]]) -> Message:
+    """A message of the model, whose parts other APIs have one by one. ``calls``: as in `tool_calls`."""
+    fields: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    fields |= {"tool_calls": calls} if calls else {}
+    return Message.model_validate(fields | ({"reasoning": thoughts} if thoughts else {}))
