@@ -20,6 +20,7 @@ from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.tools.bench.sizes import Parsed
 
+from .client_settings import CLIENTS, client_settings
 from .shard import RankShares
 
 if TYPE_CHECKING:
@@ -189,6 +190,11 @@ def layout_of(given: dict[str, Any]) -> Layout:
     type=click.Choice(["systemd", "launchd", "here"]),
     help="Print a unit of systemd or launchd (here: of this system) for this command line, and exit.",
 )
+@click.option(
+    "--print-client",
+    type=click.Choice(list(CLIENTS)),
+    help="Print the settings with which this program asks the server of this command line, and exit.",
+)
 @max_context_option
 @click.option("--decode-concurrency", type=COUNT, default=32, show_default=True, help="Requests that run at a time.")
 @click.option("--prompt-concurrency", type=COUNT, default=8, show_default=True, help="Prompts in a chunk.")
@@ -233,9 +239,10 @@ def serve(
     max_restarts: int | None,
     api_key: str,
     print_service: str | None,
+    print_client: str | None,
     **given: Any,
 ) -> None:
-    """Serve a model of mlx-lm over OpenAI's HTTP API, sharded over all ranks of a job.
+    """Serve a model of mlx-lm over OpenAI's and Anthropic's HTTP APIs, sharded over all ranks of a job.
 
     \b
         mlxdist serve models/qwen
@@ -259,6 +266,12 @@ def serve(
         kind: Any = ("launchd" if sys.platform == "darwin" else "systemd") if print_service == "here" else print_service
         words, variables = sys.argv[1:], os.environ | ({_KEY: api_key} if api_key else {})
         click.echo(service_unit(kind, words, variables, Path.cwd(), drain=given["drain"]), nl=False)
+        return
+    if print_client is not None:
+        if not given["port"]:
+            raise click.UsageError("--print-client needs a --port that is known before the server starts")
+        where = given["host"], given["port"], given["ssl_certfile"] is not None
+        click.echo(client_settings(print_client, *where, has_key=bool(api_key)), nl=False)
         return
     drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
     if ranks is not None or selection.hostfile is not None:
