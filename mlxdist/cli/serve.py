@@ -166,6 +166,11 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option("--ssl-certfile", type=USER_PATH, metavar="FILE", help="Certificate chain; with it, https.")
 @click.option("--ssl-keyfile", type=USER_PATH, metavar="FILE", help="Its private key.  [default: in --ssl-certfile]")
 @click.option("--ignore-unknown-fields", is_flag=True, help="Of requests; without, they are a 400 that names them.")
+@click.option(
+    "--normalize-heads/--no-normalize-heads",
+    default=True,
+    help="Leave out of system prompts what Claude Code changes with each request, for the prefix cache.",
+)
 @click.option("--access-log/--no-access-log", default=True, help="A line on stderr for each request.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of these.")
 @click.option(
@@ -367,8 +372,8 @@ def _http_options(given: dict[str, Any], api_key: str) -> HttpOptions:
         for name in ("allowed_origins", "allowed_hosts")
     }
     same = (
-        "host", "port", "request_timeout", "ssl_certfile", "ssl_keyfile", "ignore_unknown_fields", "access_log",
-        "log_format",
+        "host", "port", "request_timeout", "ssl_certfile", "ssl_keyfile", "ignore_unknown_fields", "normalize_heads",
+        "access_log", "log_format",
     )  # fmt: skip
     fields: dict[str, Any] = lists | {name: given[name] for name in same}
     return HttpOptions(api_key=api_key, **fields)

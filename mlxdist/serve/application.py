@@ -55,6 +55,7 @@ _STREAM = [
 
 _Question = TokenizeRequest | DetokenizeRequest | CountTokensRequest
 _Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | MessagesRequest | ResponsesRequest | _Question)
+_Headed = TypeVar("_Headed", MessagesRequest, CountTokensRequest)
 _Result = TypeVar("_Result")
 _Take = Callable[[ApiAnswer, int, Event], Awaitable[None]]
 
@@ -141,10 +142,10 @@ class _Api:
         return self._answering((await self._parsed(request, ResponsesRequest)).turn(self._responses))
 
     async def messages(self, request: Request) -> ASGIApp:
-        return self._answering(await self._parsed(request, MessagesRequest))
+        return self._answering(self._stable(request, await self._parsed(request, MessagesRequest)))
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        return partial(self._ask, await self._parsed(request, CountTokensRequest))
+        return partial(self._ask, self._stable(request, await self._parsed(request, CountTokensRequest)))
 
     async def tokenize(self, request: Request) -> ASGIApp:
         return partial(self._ask, await self._parsed(request, TokenizeRequest))
@@ -187,6 +188,13 @@ class _Api:
 
     async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
         return parse(await _body(request), kind, ignore_unknown=self._options.ignore_unknown_fields)
+
+    def _stable(self, request: Request, parsed: _Headed) -> _Headed:
+        """The request, for the prefix cache."""
+        if not self._options.normalize_heads:
+            return parsed
+        stable, record_of(request.scope).normalized = parsed.with_stable_head()
+        return stable
 
     def _answering(self, request: _Generation) -> ASGIApp:
         return partial(self._stream if request.stream else self._whole, request)

@@ -19,6 +19,8 @@ class HttpOptions:
         request_timeout: the maximum duration of a request in seconds, from its arrival.
         ssl_certfile, ssl_keyfile: PEM files of a certificate chain and its key, for TLS; None for plain HTTP.
         ignore_unknown_fields: whether fields that are not served are ignored, instead of a 400.
+        normalize_heads: whether parts of system prompts that a client changes with each request, and that say nothing
+            to the model, are left out.
         log_format: "json": the access log is an object a line.
         access_log: whether there is one.
     """
@@ -32,5 +34,6 @@ class HttpOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ignore_unknown_fields: bool = False
+    normalize_heads: bool = True
     log_format: Literal["text", "json"] = "text"
     access_log: bool = True

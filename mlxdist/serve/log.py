@@ -40,6 +40,7 @@ class RequestRecord:
         first_byte: seconds from its arrival to the first byte of the answer's body; None before.
         outcome: how it ended: the finish reasons of its choices, "cancelled", "timeout", "refused" or "error"; empty
             for a request that has no such.
+        normalized: the client of whose system prompt parts were left out; empty if none were.
         answer: what has been answered so far; None if nothing is generated.
     """
 
@@ -49,6 +50,7 @@ class RequestRecord:
     status: int = 0
     first_byte: float | None = None
     outcome: str = ""
+    normalized: str = ""
     answer: _Answer | None = None
     arrived: float = field(default_factory=time.monotonic)
 
@@ -76,6 +78,7 @@ class RequestRecord:
                 "prompt_tokens": prompt,
                 "cached_tokens": cached,
                 "completion_tokens": completion,
+                "normalized_head": self.normalized,
                 "first_byte_seconds": None if self.first_byte is None else round(self.first_byte, 6),
                 "seconds": round(seconds, 6),
                 "outcome": outcome,
@@ -83,6 +86,7 @@ class RequestRecord:
             print(json.dumps(line), file=sys.stderr, flush=True)
             return
         tokens = f", {prompt} ({cached} cached) + {completion} tokens" if answer else ""
+        tokens += f", head of {self.normalized} normalized" if self.normalized else ""
         first = "" if self.first_byte is None else f", first byte after {self.first_byte:.3f} s"
         path = json.dumps(self.path)[1:-1]
         say(f"{self.id} {self.method} {path} {self.status}{tokens}{first}, {seconds:.3f} s: {outcome or 'done'}")

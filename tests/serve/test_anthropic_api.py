@@ -202,6 +202,13 @@ def test_requests_that_are_refused(fields, words, param):
     assert words in str(caught.value) and (caught.value.status, caught.value.param) == (400, param)
 
 
+def test_too_many_calls_in_a_turn_are_refused():
+    used = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 257
+    with pytest.raises(Refusal, match="messages has a turn of the model with 257 calls; at most 256") as caught:
+        call(messages=[*QUESTION, {"role": "assistant", "content": used}])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=3),
     lambda one: st.lists(one, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "id", "name"]), one),
@@ -411,6 +418,51 @@ def test_a_client_that_leaves_cancels_its_request(client, rank_0, streams):
     assert wait_for(lambda: rank_0.left == [True])
 
 
+HEAD = "x-anthropic-billing-header: cc_version=2.1.0; cch={};"
+BODY = "You are an agent. <total_tokens>{} tokens left</total_tokens>\nToday is a day."
+
+
+def headed(number):
+    """Two system prompts that say the same: of blocks, and of one text."""
+    head, body = HEAD.format(number), BODY.format(number)
+    return [{"type": "text", "text": head}, {"type": "text", "text": body}], f"{head}\n{body}"
+
+
+def test_heads_that_a_client_changes_are_left_out():
+    made = [request(system=system).with_stable_head() for number in ("0a1b", "9999") for system in headed(number)]
+    systems = [each.calls()[0].prompt.messages[0]["content"] for each, _ in made]
+    assert systems == ["You are an agent. Today is a day."] * 4 and {client for _, client in made} == {"claude-code"}
+    only_a_head, _ = request(system=HEAD).with_stable_head()
+    assert [each["role"] for each in only_a_head.calls()[0].prompt.messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Say x-anthropic-billing-header: 1", "<total_tokens>\n</total_tokens>", "Today is 5.", ""]
+)
+def test_other_system_prompts_stay_as_they_are(text):
+    plain = request(system=text)
+    assert plain.with_stable_head() == (plain, "")
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_the_log_shows_what_was_left_out(capfd, normalizes):
+    with launcher_server(normalize_heads=normalizes) as client, started(client) as rank_0:
+        for number in range(2):
+            body = ask(*answer("Hi"), system=headed(number)[0])
+            assert client.request("POST", "/v1/messages", body)[0] == 200
+        first, second = (call["prompt"]["messages"][0]["content"] for call in rank_0.calls)
+        assert (first == second) == normalizes
+        lines = []
+
+        def are_there():
+            lines.extend(line for line in capfd.readouterr().err.splitlines() if "/v1/messages" in line)
+            return len(lines) == 2
+
+        assert wait_for(are_there)
+        assert all((", head of claude-code normalized, " in line) == normalizes for line in lines)
+        assert (first == HEAD.format(0) + BODY.format(0)) != normalizes
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with ServerProcess(save_model_folder(tmp_path_factory.mktemp("model") / "tiny")) as server:
@@ -461,6 +513,15 @@ def test_stop_sequences_and_the_length(server):
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", word)
     assert "".join(block["text"] for block in ended["content"]) == text[: text.index(word)]
     assert server.ask(body | {"max_tokens": 1}, "/v1/messages")["stop_reason"] == "max_tokens"
+
+
+def test_the_prefix_cache_has_a_prompt_whose_head_has_changed(server):
+    usages = [
+        server.ask({"messages": CONVERSATION, "max_tokens": 1, "system": headed(number)[0]}, "/v1/messages")["usage"]
+        for number in (1, 2, 2)
+    ]
+    assert usages[0]["cache_read_input_tokens"] < usages[1]["cache_read_input_tokens"]
+    assert usages[1] == usages[2] and usages[1]["input_tokens"] == 1
 
 
 def test_a_model_that_is_not_served_is_a_404(server):

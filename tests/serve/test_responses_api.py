@@ -139,6 +139,11 @@ def test_fields_of_sampling_and_structured_output():
         (message({"type": "input_image"}), "images and files are not served here", "input[0].content[0]"),
         (message({"type": "input_text", "text": 5}), "must be a string", "input[0].content[0].text"),
         (message(*[{"type": "input_text", "text": ""}] * 4097), "at most 4096 items", "input[0].content"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 257},
+            "a turn of the model with 257 calls; at most 256",
+            "input",
+        ),
         ({"tools": [{"type": "code_interpreter"}]}, "the server runs no tools", "tools[0]"),
         ({"tools": [{"type": "function"}]}, "is missing", "tools[0].name"),
         ({"tools": [LOOK] * 257}, "must have at most 256 items", "tools"),

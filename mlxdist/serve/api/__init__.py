@@ -8,6 +8,7 @@ tokenize.py     /tokenize and /detokenize
 models.py       /v1/models
 answers.py      answers and the chunks of streams
 anthropic.py    /v1/messages and /v1/messages/count_tokens; anthropic_answers.py: their answers
+stable_heads.py parts of system prompts that change with each request
 responses.py    /v1/responses; responses_answers.py: its answers; response_store.py: conversations that it keeps
 blocks.py       answers of blocks, one after the other, as the last two APIs have
 """

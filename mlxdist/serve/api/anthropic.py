@@ -1,6 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens, Anthropic's API: their requests, as chats of rank 0."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
@@ -11,6 +11,7 @@ from .chat import MAX_MESSAGES, MAX_TOOLS, Effort, check_tool_choice, effort_arg
 from .fields import Checked, Fields, Integer, OneOf, Only, Unused
 from .generation import StopWords, Temperature, TopK, TopP, object_of
 from .messages import MAX_NAME, Message, Name, assistant_message, for_template
+from .stable_heads import stable_head
 from .structured import json_schema
 
 __all__ = ["MAX_BLOCKS", "CountTokensRequest", "MessagesRequest"]
@@ -170,13 +171,21 @@ class _Conversation(Fields):
         check_tool_choice(self._choice, [tool.name for tool in self.tools])
         return self
 
+    def with_stable_head(self) -> tuple[Self, str]:
+        """The request with a system prompt that its next one has, too, and the client whose rule has changed it."""
+        stable = [stable_head(block.text) for block in self.system]
+        blocks = [block.model_copy(update={"text": text}) for block, (text, _) in zip(self.system, stable)]
+        client = next((client for _, client in stable if client), "")
+        return (self.model_copy(update={"system": blocks}) if client else self), client
+
     @property
     def _choice(self) -> str:
         """The choice as OpenAI's API has it."""
         return self.tool_choice.name or {"any": "required"}.get(self.tool_choice.type, self.tool_choice.type)
 
     def _prompt(self) -> Prompt:
-        messages = [Message(role="system", content=_joined(self.system))] if self.system else []
+        system = _joined(self.system)
+        messages = [Message(role="system", content=system)] if system else []
         for message in self.messages:
             messages += [_assistant(message)] if message.role == "assistant" else _others(message)
         last = messages[-1]
@@ -250,7 +259,7 @@ def _assistant(message: _Message) -> Message:
         if isinstance(block, _ToolUse)
     ]
     thoughts = "".join(block.thinking for block in message.content if isinstance(block, _Thinking))
-    return assistant_message(_joined(message.content), thoughts, calls)
+    return assistant_message(_joined(message.content), thoughts, calls, "messages")
 
 
 def _others(message: _Message) -> list[Message]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field, WrapValidator, model_validator
 
+from ..refusal import Refusal
 from .fields import Checked, Fields, Only, Unused
 
 __all__ = ["MAX_NAME", "Message", "Name", "Tool", "as_given", "assistant_message", "for_template"]
@@ -133,8 +134,22 @@ def for_template(message: Message) -> dict[str, Any]:
     return made | {name: value for name, value in named.items() if value is not None}
 
 
-def assistant_message(text: str, thoughts: str, calls: list[dict[str, Any]]) -> Message:
-    """A message of the model, whose parts other APIs have one by one. ``calls``: as in `tool_calls`."""
+def assistant_message(text: str, thoughts: str, calls: list[dict[str, Any]], param: str) -> Message:
+    """A message of the model, whose parts other APIs have one by one.
+
+    Args:
+        text: its content.
+        thoughts: its reasoning.
+        calls: as in `tool_calls`.
+        param: the field of the request that has its parts.
+
+    Raises:
+        Refusal: there are too many calls.
+    """
+    if len(calls) > _MAX_CALLS:
+        raise Refusal(
+            f"{param} has a turn of the model with {len(calls)} calls; at most {_MAX_CALLS} are served", param=param
+        )
     fields: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     fields |= {"tool_calls": calls} if calls else {}
     return Message.model_validate(fields | ({"reasoning": thoughts} if thoughts else {}))

@@ -318,4 +318,4 @@ def _assistant(items: list[Any]) -> list[Message]:
     ]
     thoughts = "".join(_joined(item.content) for item in items if isinstance(item, _Thoughts))
     text = "".join(_joined(item.content) for item in items if isinstance(item, _MessageItem))
-    return [assistant_message(text, thoughts, calls)]
+    return [assistant_message(text, thoughts, calls, "input")]
