@@ -325,6 +325,9 @@ def test_anthropics_client_has_a_message_and_a_stream(client, rank_0):
     events += said(Output(tool_calls=[CALLED]), end)
     with there(client) as anthropic_client:
         whole = anthropic_client.messages.create(**ask(*events, tools=[LOOK]))
+        beta = anthropic_client.beta.messages.create(
+            **ask(*events, tools=[LOOK]), betas=["context-management-2025-06-27"]
+        )
         with anthropic_client.messages.stream(**ask(*events, tools=[LOOK])) as stream:
             text = "".join(stream.text_stream)
             streamed = stream.get_final_message()
@@ -332,6 +335,7 @@ def test_anthropics_client_has_a_message_and_a_stream(client, rank_0):
     assert (whole.content[1].text, whole.content[2].input, text) == ("Hello you", {"at": 1}, "Hello you")
     assert (whole.stop_reason, whole.usage.output_tokens, whole.usage.cache_read_input_tokens) == ("tool_use", 7, 1)
     content = lambda message: [block.model_dump(exclude={"id"}) for block in message.content]
+    assert [block.type for block in beta.content] == [block.type for block in whole.content]
     assert content(streamed) == content(whole) and streamed.stop_reason == "tool_use"
     assert streamed.usage.output_tokens == 7
 

@@ -1,6 +1,7 @@
 """The client of rank 0 in the launcher, behind its HTTP server: outages, second attempts, and what ends both."""
 
 import contextlib
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from rank_zero import (
     events_of,
     launcher_server,
     message,
+    named_events_of,
     said,
     started,
     texts_of,
@@ -98,6 +100,22 @@ def test_a_request_without_output_is_computed_again(client, rank_0, first, strea
         assert texts_of(found) == ["Hello", " you", ""] and found.endswith("data: [DONE]\n\n")
     else:
         assert found["choices"][0]["text"] == "Hello you" and found["usage"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("path, last", [("/v1/messages", "message_stop"), ("/v1/responses", "response.completed")])
+def test_other_apis_begin_a_stream_with_the_first_token(client, rank_0, path, last):
+    """Until then a request is computed again: its first event says nothing that a second start would change."""
+    text = json.dumps([NO_OUTPUT["progress"], answer("Hello", " you")])
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 9} if "messages" in path else {"input": text}
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.request, "POST", path, body | {"stream": True})
+        with restarted(client, rank_0):
+            status, found, _ = asked.result()
+    events = named_events_of(found)
+    assert (status, len(rank_0.calls), events[-1]["type"]) == (200, 2, last)
+    deltas = [event["delta"] for event in events if event["type"].endswith("delta") and "delta" in event]
+    assert [delta.get("text") if isinstance(delta, dict) else delta for delta in deltas][:2] == ["Hello", " you"]
+    assert [event["type"] in ("message_start", "response.created") for event in events].count(True) == 1
 
 
 def test_an_answer_that_is_not_streamed_is_computed_again_from_its_beginning(client, rank_0):
