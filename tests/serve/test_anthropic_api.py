@@ -519,6 +519,24 @@ def test_stop_sequences_and_the_length(server):
     assert server.ask(body | {"max_tokens": 1}, "/v1/messages")["stop_reason"] == "max_tokens"
 
 
+ONE = {"type": "object", "properties": {"at": {"enum": [1]}}, "required": ["at"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}]
+)
+def test_a_call_that_the_request_demands(server, choice):
+    """With OpenAI's API the second one ends with "stop": a message says what it has."""
+    body = {"messages": CONVERSATION, "max_tokens": 200, "tools": [LOOK | {"input_schema": ONE}], "tool_choice": choice}
+    found = server.ask(body, "/v1/messages")
+    assert found["content"][0] | {"id": ""} == {"type": "tool_use", "id": "", "name": "look", "input": {"at": 1}}
+    assert found["stop_reason"] == "tool_use"
+    streamed = joined(named_events_of(server.stream_text(body, "/v1/messages")))
+    assert streamed["stop_reason"] == "tool_use"
+    without_ids = lambda message: [block | {"id": ""} for block in message["content"]]
+    assert without_ids(streamed) == without_ids(found)
+
+
 def test_the_prefix_cache_has_a_prompt_whose_head_has_changed(server):
     usages = [
         server.ask({"messages": CONVERSATION, "max_tokens": 1, "system": headed(number)[0]}, "/v1/messages")["usage"]

@@ -412,6 +412,24 @@ def test_the_text_is_that_of_a_chat(server):
     assert (Response.model_validate(streamed).output_text, streamed["status"]) == (text, found["status"])
 
 
+ONE = {"type": "object", "properties": {"at": {"enum": [1]}}, "required": ["at"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "name": "look"}, None])
+def test_output_that_the_request_demands(server, choice):
+    body = {"input": "What is a ring?", "max_output_tokens": 100}
+    if choice:
+        body |= {"tools": [LOOK | {"parameters": ONE}], "tool_choice": choice}
+    else:
+        body["text"] = {"format": {"type": "json_schema", "name": "it", "schema": ONE}}
+    found = server.ask(body, "/v1/responses")
+    (item,) = found["output"]
+    assert json.loads(text_of(item)) == {"at": 1} and found["status"] == "completed"
+    assert item["type"] == ("function_call" if choice else "message")
+    streamed = checked(named_events_of(server.stream_text(body, "/v1/responses")))
+    assert [text_of(each) for each in streamed["output"]] == [text_of(item)]
+
+
 NEW = 4  # tokens of a turn: the beginnings of two messages, and two words between them
 
 
