@@ -143,7 +143,7 @@ class Worker:
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
         target = model.model if isinstance(model, DraftedModel) else model
         self._sharded = target if isinstance(target, VocabParallelModel) else None
-        self._model = _scored(OneRequestModel(model) if fails_in_batches else model)
+        self._model = _scored(OneRequestModel(model) if fails_in_batches else model, self._sharded)
         self._drafts = limits.num_draft_tokens
         # With pipeline stages there are as many batches as stages, and they share the places: each step computes one.
         # A step with drafts ends with tokens on the host, so that no other batch could be on its way meanwhile.
@@ -408,11 +408,12 @@ def _evaluate(cache: list[Any]) -> None:
     mx.async_eval([each.state for each in cache])
 
 
-def _scored(model: Any) -> Any:
-    """A model that can make log-probabilities of prompts, of a draft model and a model those of the second."""
+def _scored(model: Any, sharded: VocabParallelModel | None) -> Any:
+    """A model that can make log-probabilities of prompts, of a draft model and a model those of the second.
+    ``sharded``: what is in it where its logits are sharded over the vocabulary."""
     if isinstance(model, DraftedModel):
-        return DraftedModel(_scored(model.model), model.draft_model, model.rows)
-    return ScoredModel(model, model.gathered if isinstance(model, VocabParallelModel) else None)
+        return DraftedModel(_scored(model.model, sharded), model.draft_model, model.rows)
+    return ScoredModel(model, None if sharded is None else sharded.gathered)
 
 
 def _innermost(model: Any) -> nn.Module:

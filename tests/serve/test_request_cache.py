@@ -1,6 +1,8 @@
 """Models that fail in mlx-lm's batches are served one request at a time, with the tokens of one process."""
 
+import mlx.core as mx
 import pytest
+from mlx_lm import load
 from serving import CONTEXT, ServerProcess, require_answers, save_model_folder
 
 
@@ -41,3 +43,16 @@ def test_a_prefix_comes_back_from_the_disk(tmp_path, kind):
     options = ("--prompt-cache-dir", tmp_path / "kept")
     require_answers(folder, 2, *options)
     assert any("parts of prompts and answers on disk" in line for line in require_answers(folder, 2, *options))
+
+
+def test_log_probabilities_of_a_prompt_where_the_vocabulary_is_sharded(tmp_path):
+    folder = save_model_folder(tmp_path, "gemma2")
+    model, tokenizer = load(str(folder))
+    prompt = tokenizer.encode("a prompt of some tokens")
+    logits = model(mx.array([prompt]))[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
+    with ServerProcess(folder, 2, "--shard-vocabulary") as server:
+        body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+        found = server.ask(body)["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
