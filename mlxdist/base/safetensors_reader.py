@@ -9,6 +9,7 @@ give bfloat16 to NumPy or MLX.
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from .errors import InvalidArgument
 from .json_reader import parse_json
 from .model_directory import pull_command
 
-__all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
+__all__ = ["Checkpoint", "StoredTensor", "WeightFile", "all_of_names", "local_shape", "runs"]
 
 # Bytes of an element. F64, F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
 ITEM_SIZES = {
@@ -31,6 +32,8 @@ MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_INDEX_BYTES = 100_000_000
 MAX_READ = 2**30  # macOS refuses 2 GiB and more
 INDEX = "model.safetensors.index.json"
+_OF_SEVERAL = re.compile(r"(model[^/]*-)\d+-of-(\d+)\.safetensors", re.ASCII)
+_MAX_FILES = 4096  # that a name may say there are
 
 
 class TensorLayout(Protocol):
@@ -191,21 +194,33 @@ class WeightFile:
             raise self.damaged(f"{self.size - end} bytes at its end belong to no tensor")
 
 
+def all_of_names(names: Iterable[str]) -> set[str]:
+    """The files with weights that the names of some say there are: of model-00001-of-00002.safetensors, two."""
+    parts = {match.groups() for match in map(_OF_SEVERAL.fullmatch, names) if match}
+    return {
+        f"{begin}{number:0{len(count)}}-of-{count}.safetensors"
+        for begin, count in parts
+        for number in range(1, min(int(count), _MAX_FILES) + 1)
+    }
+
+
 class Checkpoint:
     """The weights in a directory as mlx-lm saves them: all files ``model*.safetensors``, and an index if there is one.
 
-    Raises InvalidArgument: the directory has no such file, one is damaged, one that the index names is missing, or a
-    tensor is in two files or not in that of the index.
+    Raises InvalidArgument: the directory has no such file, one is damaged, one is missing that the index or, without
+    one, the names of others say there is, or a tensor is in two files or not in that of the index.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         paths = sorted(directory.glob("model*.safetensors"))
         index = self._read_index()
-        missing = sorted(set(index.values()) - {path.name for path in paths})
+        names = {path.name for path in paths}
+        missing = sorted((set(index.values()) or all_of_names(names)) - names)
         if missing:
             raise InvalidArgument(
-                f"{directory / missing[0]} is missing, which {INDEX} names"
+                f"{directory / missing[0]} is missing, "
+                + (f"which {INDEX} names" if index else "as the names of other files say")
                 + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
                 + f"; type: {pull_command(directory)}"
             )

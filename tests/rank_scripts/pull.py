@@ -179,6 +179,9 @@ def refused(directory: str) -> None:
         write(folder, list(FILES)[:4])
     refusal(InvalidArgument, f"{WEIGHTS[1]} is missing", Folder(folder))
     if rank == 0:
+        (folder / "model.safetensors.index.json").unlink()
+    refusal(InvalidArgument, f"{WEIGHTS[1]} is missing", Folder(folder))  # as the name of the first one says
+    if rank == 0:
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../escaped.safetensors"}}')
     refusal(InvalidArgument, "leads out of the model's directory", Folder(folder))
     assert rank == 0 or not folder.exists()

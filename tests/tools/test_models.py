@@ -91,6 +91,12 @@ def remove_weights(kept):
     (kept / "snapshots" / COMMIT / "model.safetensors").resolve().unlink()
 
 
+def rename_weights(kept):
+    snapshot = kept / "snapshots" / COMMIT
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
+
+
 def cut_weights(kept):
     path = (kept / "snapshots" / COMMIT / "model.safetensors").resolve()
     os.truncate(path, path.stat().st_size - 1)
@@ -102,6 +108,7 @@ def cut_weights(kept):
         (remove_main, "the download was interrupted"),
         (remove_config, "there is no config.json"),
         (remove_weights, "model.safetensors cannot be read: No such file"),
+        (rename_weights, "model-00002-of-00002.safetensors is missing, as the names of other files say"),
         (cut_weights, "is damaged"),
     ],
 )

@@ -16,7 +16,7 @@ from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import hub_directory, hub_snapshot
-from mlxdist.base.safetensors_reader import INDEX, MAX_INDEX_BYTES
+from mlxdist.base.safetensors_reader import INDEX, MAX_INDEX_BYTES, all_of_names
 from mlxdist.base.validation import build, checked, list_of, number, object_of, printable, read_bounded
 
 __all__ = ["MAX_MANIFEST_BYTES", "Folder", "HubCache", "Manifest", "ModelFile", "Place", "missing_weights"]
@@ -25,7 +25,6 @@ MAX_FILES = 4096
 MAX_MANIFEST_BYTES = MAX_FILES * 1024
 _MAX_NAME, _MAX_PART = 512, 200
 _MAX_FILE_BYTES = 2**50
-_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.safetensors")
 _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -57,7 +56,7 @@ class ModelFile:
 @dataclass(frozen=True)
 class Manifest:
     """The files of a model on one host. ``commit``: of the hub; empty for a folder. ``missing``: names of files with
-    weights that the index has and this host has not."""
+    weights that the index has, or without one the names of others say there are, and this host has not."""
 
     commit: str = checked(_hash_name)
     files: tuple[ModelFile, ...] = checked(list_of(object_of(ModelFile), MAX_FILES))
@@ -65,10 +64,8 @@ class Manifest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are weights, and all that the index names; weights in several files need an index for that."""
-        names = [file.name for file in self.files]
-        weights = [name for name in names if name.endswith(".safetensors")]
-        return bool(weights) and not self.missing and (INDEX in names or not any(map(_OF_SEVERAL.search, weights)))
+        """Whether there are weights, and all of them."""
+        return any(file.name.endswith(".safetensors") for file in self.files) and not self.missing
 
     @property
     def size(self) -> int:
@@ -160,14 +157,15 @@ Place = Folder | HubCache
 
 
 def missing_weights(directory: Path, names: Sequence[str]) -> list[str]:
-    """Names of files with weights that the index of a model has, and that are not among ``names``.
+    """Names of files with weights that are not among ``names``: those of the index of a model, or without one those
+    that other names say there are.
 
     Raises:
         InvalidArgument: the index is damaged, or names a file outside of the model's directory.
     """
     path = directory / INDEX
     if INDEX not in names:
-        return []
+        return sorted(all_of_names(names) - set(names))
     try:
         weight_map = parse_json(read_bounded(path, MAX_INDEX_BYTES))["weight_map"]
         listed = {_file_name("weight_map", name) for name in weight_map.values()}

@@ -1,8 +1,8 @@
 """A model from the hosts that have its files to those that lack some: one rank on each host.
 
 The ranks first tell each other what they have. The files of the model are those of the first rank that has all of
-them, or at least a config.json; what that one lacks of the weights that its index names may come from another. Then the
-ranks compare by SHA-256 what they have, check that their disks have room for the rest, and only then write.
+them, or at least a config.json; what that one lacks of the weights may come from another. Then the ranks compare by
+SHA-256 what they have, check that their disks have room for the rest, and only then write.
 """
 
 import hashlib
@@ -123,7 +123,7 @@ def _found(name: str, commit: str, manifests: Sequence[Manifest | None]) -> tupl
             for file in manifest.files:
                 if file.name == name:
                     return rank, file
-    raise InvalidArgument(f"{name} is missing, which the index of the weights names, and no host has it")
+    raise InvalidArgument(f"{name} is missing, a file of the weights, and no host has it")
 
 
 def _compare(
