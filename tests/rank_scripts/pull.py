@@ -111,6 +111,19 @@ def resumed(directory: str) -> None:
     assert done.received == (0, first, *[of_weights] * (size - 2))[:size], done
 
 
+def not_all_take_part(directory: str) -> None:
+    """The last rank has all files: it waits for the transfer of each, without a limit, and not for that of all."""
+    folder = own(directory)
+    if rank in (0, size - 1):
+        write(folder)
+    before = group.stats_by_operation().get("barrier", {"calls": 0})["calls"]
+    done = spread(group, Folder(folder))
+    assert done.received == (0, *[SIZE] * (size - 2), 0)[:size], done
+    waits = group.stats_by_operation().get("barrier", {"calls": 0})["calls"] - before
+    assert waits == (len(FILES) if size > 2 else 0), waits
+    assert_complete(folder)
+
+
 def several_sources(directory: str) -> None:
     """Rank 0 lacks a file with weights that its index names; the last rank has that one."""
     names = [name for name in FILES if name != WEIGHTS[0]]

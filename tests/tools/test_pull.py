@@ -41,7 +41,7 @@ def test_each_byte_leaves_the_first_host_once(run_scenarios, ranks, tmp_path):
     "scenario",
     [
         *("to_another_folder", "resumed", "several_sources", "only_others_offer", "in_the_cache_of_the_hub", "refused"),
-        *("full_disk", "locked"),
+        *("full_disk", "locked", "not_all_take_part"),
     ],
 )
 def test_what_hosts_have(run_scenarios, ranks, scenario, tmp_path):

@@ -177,5 +177,7 @@ def _transfer(
                 if not isinstance(error, Error):
                     group.abort(f"pull: {error}")  # the others wait for chunks, and must not wait for long
                 raise
+        # The others wait as long as a file takes, which may be hours. Those in its transfer have limits of their own.
+        group.barrier(timeout=0)
         done = before + length
     return received
