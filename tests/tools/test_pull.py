@@ -180,13 +180,16 @@ def test_a_download_that_breaks_off_goes_on(hub, model):
     assert weights.stat().st_size <= hub.sent[weights.name] <= weights.stat().st_size + weights.stat().st_size // 3
 
 
-def test_a_download_that_arrives_damaged_is_removed(hub, model):
+def test_downloads_that_arrive_damaged_are_removed(hub, model):
+    second = model / "model-of-drafts.safetensors"
+    second.write_bytes(b"other" + (model / "model.safetensors").read_bytes())
     hub.wrong = True
-    assert "has arrived damaged: its SHA-256 is not that of the hub" in run("pull", "org/tiny", status=1).stderr
+    errors = run("pull", "org/tiny", status=1).stderr
+    assert "has arrived damaged, and 1 more file: its SHA-256 is not that of the hub" in errors
     hub.wrong = False
     run("pull", "org/tiny")
-    weights = model / "model.safetensors"
-    assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
+    for weights in (model / "model.safetensors", second):
+        assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
 
 
 def test_a_download_reports_its_progress(hub, model):

@@ -72,12 +72,17 @@ def _blobs(model: str) -> list[Path]:
 
 
 def _verify(blobs: list[Path]) -> None:
-    """Removes contents whose SHA-256 is not their name, and raises ResourceError."""
-    for blob in blobs:
-        size = blob.stat().st_size
-        if beginnings(blob, [size])[size].hexdigest() != blob.name:
-            blob.unlink()
-            raise ResourceError(f"{blob} has arrived damaged: its SHA-256 is not that of the hub; pull the model again")
+    """Removes all contents whose SHA-256 is not their name, and raises ResourceError."""
+    sizes = {blob: blob.stat().st_size for blob in blobs}
+    damaged = [blob for blob, size in sizes.items() if beginnings(blob, [size])[size].hexdigest() != blob.name]
+    for blob in damaged:  # the next pull takes what it finds for right
+        blob.unlink()
+    if damaged:
+        raise ResourceError(
+            f"{damaged[0]} has arrived damaged"
+            + (f", and {len(damaged) - 1} more file{'s' * (len(damaged) > 2)}" if len(damaged) > 1 else "")
+            + ": its SHA-256 is not that of the hub; pull the model again"
+        )
 
 
 def _require_room(model: str, patterns: list[str], bar: type) -> None:
