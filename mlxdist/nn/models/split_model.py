@@ -82,7 +82,8 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
             group: all ranks of the model; ``None`` is the group of ``mlxdist.init()``.
             rank_shares, transposed, submit: as for a layer; ``rank_shares`` only for a full model.
             check: compare logits with those of ``model``, at the start and, with caches that stand there, before and
-                behind every number of positions that its configuration names. A collective.
+                behind every number of positions that its configuration names. A collective. Nothing is compared where
+                the layers of a sharded model stay.
             if_faster_for: rows of a batch. Layers become blocks only where a decode step of that many rows takes less
                 by them, measured by all ranks together. ``None``: wherever they can be blocks.
             shard_vocabulary: with blocks, shard the head by vocabulary, its logits gathered. ``False`` leaves it.
@@ -104,8 +105,6 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
                 raise InvalidArgument("SplitModel: the model is sharded already; leave out rank_shares")
             if check and not sharded:
                 wanted = logits_at(model, numbers)
-        if sharded and check:  # ranks add up, which they must not do within the block above
-            wanted = logits_at(model, numbers)
         if not sharded:
             _shard(model, group, rank_shares)
         if mx.default_device() != mx.cpu if submit is None else submit:
@@ -118,10 +117,12 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
             times = _decode_seconds(model, form, if_faster_for, group)
             reason = _slower(*times, if_faster_for)
         if reason is None:
+            if sharded and check:  # ranks add up, which they must not do within an agreed block
+                wanted = logits_at(model, numbers)
             with agreed(NAME, group):
                 _into_blocks(model, form, shard_vocabulary)
         split = create(cls, model, reason, times)
-        if check:
+        if wanted:
             found = logits_at(split, numbers)
             with agreed(NAME, group):
                 _require_close(found, wanted, numbers, split.model_type)
