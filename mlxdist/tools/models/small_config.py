@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["small_config"]
+__all__ = ["SIZES", "small_config"]
 
 LAYERS = ("n_layer", "n_layers", "num_hidden_layers", "num_layers", "num_transformer_layers")
 # Values that are numbers of layers, from 1, in models that count them so.
@@ -80,6 +80,8 @@ HEAD_WIDTHS = {
     "state_size": 1,
 }
 VOCABULARIES = ("num_vocab", "vocab_size", "vocab_size_per_layer_input")
+# A model has one or more of each.
+SIZES = {*LAYERS, *HEADS, *HEADS.values(), *WIDTHS, *VOCABULARIES}
 
 _LAYERS, _RANKS, _VOCABULARY = 4, 4, 256
 _HEAD_WIDTH = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.validation import fields_of, number, read_bounded, suggestion
 
-from .small_config import small_config
+from .small_config import SIZES, small_config
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -71,6 +72,7 @@ def make_tiny_model(
 
     require_no_folder(target)
     config, path = read_config(source)
+    extra = _extra(config, fixed)
     found = [file for pattern in WITH_TOKENIZER for file in path.parent.glob(pattern) if file.is_file()]
     has_tokenizer = any(True for pattern in TOKENIZER_FILES for _ in path.parent.glob(pattern))
     quantization = _quantization(config)
@@ -80,7 +82,7 @@ def make_tiny_model(
     for part in (small, small.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)
-    small |= _extra(config, fixed)
+    small |= extra
     model = _build(small, seed)
     _convert(model, config, quantization)
     from mlx_lm.utils import get_total_parameters
@@ -114,7 +116,7 @@ def _extra(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any
     """The fixed values of fields that the model has, but that this configuration leaves out.
 
     Raises:
-        InvalidArgument: the model has no such field.
+        InvalidArgument: the model has no such field, or it is a size, and the value is none.
     """
     known = set(_names(config))
     _, arguments = _classes(config)
@@ -122,6 +124,8 @@ def _extra(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any
     for name, value in fixed.items():
         if type(value) is int and abs(value) > _MOST:  # MLX would cut it off
             raise InvalidArgument(f"--set {name}: {value} is more than {_MOST}")
+        if name in SIZES and isinstance(value, int | float) and (type(value) is not int or value < 1):
+            raise InvalidArgument(f"--set {name}: {json.dumps(value)} is no size; give a whole number from 1 on")
         if name not in known | others:
             raise InvalidArgument(f"--set {name}: no such field; {suggestion(name, sorted(known | others))}")
     return {name: value for name, value in fixed.items() if name not in known}
