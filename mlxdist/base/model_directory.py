@@ -13,6 +13,7 @@ from .errors import InvalidArgument
 __all__ = ["find_model", "hub_cache", "hub_directory", "hub_snapshot", "is_hub_name", "model_directory", "pull_command"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_MAX_REVISION = 256  # bytes
 
 
 def find_model(model: str, directory: str = "") -> Path | None:
@@ -27,7 +28,10 @@ def hub_snapshot(model: str) -> Path | None:
     """The directory in the local cache with the files of a model of the hub, some of which may be missing."""
     kept = hub_directory(model)
     main = kept / "refs" / "main"
-    revision = main.read_text().strip() if main.is_file() else ""
+    if not main.is_file():
+        return None
+    with main.open("rb") as file:
+        revision = file.read(_MAX_REVISION).decode(errors="replace").strip()
     snapshot = kept / "snapshots" / revision
     return snapshot if revision and snapshot.is_dir() else None
 

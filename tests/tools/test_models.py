@@ -102,9 +102,14 @@ def cut_weights(kept):
     os.truncate(path, path.stat().st_size - 1)
 
 
+def damage_main(kept):
+    (kept / "refs" / "main").write_bytes(b"\xff\xfe")
+
+
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
+        (damage_main, "the download was interrupted"),
         (remove_main, "the download was interrupted"),
         (remove_config, "there is no config.json"),
         (remove_weights, "model.safetensors cannot be read: No such file"),
@@ -117,6 +122,17 @@ def test_what_a_model_lacks(kept, change, missing):
     (row,) = list_here([])
     assert row["model"] == "org/tiny" and missing in row["missing"]
     assert "incomplete: " in run().stdout
+
+
+def test_what_is_in_files_does_not_steer_the_terminal(kept):
+    snapshot = kept / "snapshots" / COMMIT
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "\33[31mred"}))
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"a": "model\33[2J.safetensors"}}))
+    (row,) = list_here([])
+    assert row["type"] == "?[31mred" and "model?[2J.safetensors is missing" in row["missing"]
 
 
 def test_no_models(tmp_path, monkeypatch):

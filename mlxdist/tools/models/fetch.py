@@ -16,7 +16,7 @@ __all__ = ["fetch"]
 
 
 def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
-    """Downloads what mlx-lm reads of a model, or goes on where an earlier download was interrupted.
+    """Downloads what mlx-lm reads of a model. Of a download that was interrupted, whole files are kept.
 
     Where the hub does not answer, or HF_HUB_OFFLINE is set, a complete model in the cache is enough.
 

@@ -20,6 +20,7 @@ _MAX_MODELS = 2000
 _MAX_CONFIG_BYTES = 16 * 2**20
 _SECONDS = 120.0  # for a host to look at all of its models
 _ROW = {"model": text(512), "type": text(100), "bytes": number(0, 2**60), "missing": text(1000), "path": text(4096)}
+_ROWS = list_of(object_of(_ROW), _MAX_MODELS)
 
 
 def list_here(directories: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,14 +39,15 @@ def list_here(directories: Sequence[str]) -> list[dict[str, Any]]:
         for path in [root] if (root / "config.json").is_file() else sorted(root.glob("*/")):
             if (path / "config.json").is_file():
                 rows.append(_row(str(path), path, path))
-    return rows[:_MAX_MODELS]
+    return list(_ROWS("models", rows[:_MAX_MODELS]))  # what is in files may steer a terminal
 
 
 def list_on(selection: HostSelection, directories: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """The models on all hosts as in `list_here`, each with its "host". And messages about hosts without a response."""
     with Connections([host.name for host in selection.hosts()], selection.ssh_config) as connections:
-        check, arguments = list_of(object_of(_ROW), _MAX_MODELS), {"directories": list(directories)}
-        results, problems = checked_call(connections, check, "models.list", arguments, _SECONDS)
+        results, problems = checked_call(
+            connections, _ROWS, "models.list", {"directories": list(directories)}, _SECONDS
+        )
     return [{"host": host} | row for host, rows in results.items() for row in rows], problems
 
 
@@ -80,8 +82,10 @@ def _bytes(directory: Path) -> int:
 
 
 def _type(snapshot: Path | None) -> str:
+    if snapshot is None:
+        return ""
     try:
-        config = parse_json(read_bounded((snapshot or Path("/")) / "config.json", _MAX_CONFIG_BYTES))
+        config = parse_json(read_bounded(snapshot / "config.json", _MAX_CONFIG_BYTES))
         found = str(config["model_type"])
     except (ValueError, KeyError, TypeError):
         return ""

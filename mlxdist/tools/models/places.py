@@ -145,7 +145,7 @@ class HubCache:
                 path.unlink(missing_ok=True)  # a link to a blob that was removed
                 path.symlink_to(os.path.relpath(self.root / "blobs" / file.blob, path.parent))
         main = self.root / "refs" / "main"
-        if not main.is_file() or main.read_text().strip() != manifest.commit:
+        if not main.is_file() or main.read_bytes().strip() != manifest.commit.encode():
             main.parent.mkdir(parents=True, exist_ok=True)
             replace_file(main, manifest.commit, 0o644)
 
