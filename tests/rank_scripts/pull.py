@@ -235,6 +235,22 @@ def changed(directory: str) -> None:
     assert rank == 0 or not (folder / WEIGHTS[0]).exists()
 
 
+def shortened(directory: str) -> None:
+    """Another pull has begun a file again, and ended early, after this one has compared what there was of it."""
+    folder = write(own(directory)) if rank == 0 else own(directory)
+    part = partial_path(folder / WEIGHTS[0])
+    if rank:
+        folder.mkdir(parents=True)
+        part.write_bytes(FILES[WEIGHTS[0]][: CHUNK_BYTES + 1])
+
+    def begin_again(what: str, done: int, of: int) -> None:
+        if rank and what == f"comparing {WEIGHTS[1]}":
+            os.truncate(part, 1)
+
+    refusal(OSError if rank else Aborted, "has become shorter", Folder(folder), on_progress=begin_again)
+    assert rank == 0 or not (folder / WEIGHTS[0]).exists()
+
+
 def damaged(directory: str) -> None:
     """Bytes change on their way, and nothing else notices."""
     folder = write(own(directory)) if rank == 0 else own(directory)

@@ -51,8 +51,9 @@ def test_what_hosts_have(run_scenarios, ranks, scenario, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
-def test_a_file_that_changes_while_it_is_read(run_scenarios, ranks, tmp_path):
-    run_scenarios("pull.py", ranks, "changed", tmp_path)
+@pytest.mark.parametrize("scenario", ["changed", "shortened"])
+def test_a_file_that_changes_meanwhile(run_scenarios, ranks, scenario, tmp_path):
+    run_scenarios("pull.py", ranks, scenario, tmp_path, resident=False)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])

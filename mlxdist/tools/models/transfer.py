@@ -195,7 +195,7 @@ def receive(
     """Writes a file from byte ``start`` on as :func:`send` sends it; the file gets its name once it is right.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or has become shorter than what was compared.
         TransportError: something else has arrived than was read.
     """
     part = partial_path(path)
@@ -208,6 +208,8 @@ def receive(
         return broadcast(chunk, members.root, group=members.group, out=chunk, async_op=True)
 
     with part.open("r+b" if start else "wb") as opened:
+        if opened.seek(0, os.SEEK_END) < start:  # zeros would stand for what was compared
+            raise OSError(f"{part} has become shorter; pull it again once nothing writes to it")
         opened.truncate(start)
         opened.seek(start)
         handle: Any = begin(0) if chunks else None
