@@ -14,7 +14,9 @@ from rank_counts import one_to_four
 from ssh_hosts import ssh_hosts
 
 from mlxdist.base.model_directory import model_directory
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.tools.models.places import Manifest
+from mlxdist.tools.models.pull import _variables
 from mlxdist.tools.models.pull_rank import MARK
 from mlxdist.tools.models.tiny_model import make_tiny_model
 
@@ -147,6 +149,14 @@ def test_from_the_hub_to_this_machine(hub, model, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run("pull", "org/tiny").stdout.splitlines()[0] == "localhost  complete"
     assert hub.sent == {file.name: file.stat().st_size for file in model.iterdir()}
+
+
+def test_hosts_that_wait_for_others_do_not_warn(monkeypatch):
+    """A file may take hours, and a host that has it waits for those that do not."""
+    monkeypatch.delenv("MLXDIST_STALL_WARNING", raising=False)
+    assert _variables(HostSelection())["MLXDIST_STALL_WARNING"] == "0"
+    monkeypatch.setenv("MLXDIST_STALL_WARNING", "5")
+    assert "MLXDIST_STALL_WARNING" not in _variables(HostSelection())
 
 
 def test_a_model_that_the_hub_does_not_have(hub):

@@ -125,11 +125,12 @@ def _run(selection: HostSelection, arguments: Mapping[str, Any], progress: Progr
 
 
 def _variables(selection: HostSelection) -> dict[str, str]:
-    """Variables of the ranks. In a ring each host sends every byte once. Where each pair of hosts has a cable of its
-    own, the mesh, which is the default, is faster: the first host then sends different parts over each of them."""
+    """Variables of the ranks that the user has not set. In a ring each host sends every byte once. Where each pair of
+    hosts has a cable of its own, the mesh, which is the default, is faster: the first host then sends different parts
+    over each of them. A host that waits while others send a file is none to warn of."""
     has_cables = all(host.rdma for host in selection.hosts()) and len(selection.hosts()) > 1
-    ours = {} if has_cables or "MLXDIST_ALGO" in os.environ else {"MLXDIST_ALGO": "ring"}
-    return ours | {"MLXDIST_FLIGHT_DIR": "none"}
+    ours = {"MLXDIST_STALL_WARNING": "0"} | ({} if has_cables else {"MLXDIST_ALGO": "ring"})
+    return {name: value for name, value in ours.items() if name not in os.environ} | {"MLXDIST_FLIGHT_DIR": "none"}
 
 
 def _first_cause(errors: Sequence[Mapping[str, Any]], hostfile: Hostfile) -> str:
