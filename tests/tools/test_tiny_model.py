@@ -187,6 +187,10 @@ def test_heads_and_experts_keep_what_divides_them(groups, queries, experts):
         (LLAMA, ("--set", "num_hidden_layers=-3"), "--set num_hidden_layers: -3 is no size"),
         (LLAMA, ("--set", "num_hidden_layers=true"), "--set num_hidden_layers: true is no size"),
         (LLAMA, ("--set", "num_key_value_heads=0"), "--set num_key_value_heads: 0 is no size"),
+        (
+            LLAMA | {"num_hidden_layers": 10**8, "sliding_window_pattern": 10**8}, (),
+            "num_hidden_layers would be 100000000, and 1024 are the most; give fewer with --set num_hidden_layers=4",
+        ),
         (LLAMA, ("--set", "hidden_size=big"), "mlx-lm cannot build a llama of these sizes"),
         ([1], (), "no configuration of a model"),
     ],

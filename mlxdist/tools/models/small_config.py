@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["SIZES", "small_config"]
+__all__ = ["LAYERS", "SIZES", "small_config"]
 
 LAYERS = ("n_layer", "n_layers", "num_hidden_layers", "num_layers", "num_transformer_layers")
 # Values that are numbers of layers, from 1, in models that count them so.

@@ -16,7 +16,7 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.validation import fields_of, number, read_bounded, suggestion
 
-from .small_config import SIZES, small_config
+from .small_config import LAYERS, SIZES, small_config
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -25,6 +25,7 @@ __all__ = ["make_tiny_model", "read_config"]
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 _MOST = 2**31 - 1
+_MOST_LAYERS = 1024
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -78,6 +79,7 @@ def make_tiny_model(
     quantization = _quantization(config)
     unit = max(32, quantization["group_size"]) if quantization else 32
     small = small_config(config, fixed, unit, has_tokenizer, keep_sizes)
+    _require_few_layers(small)
     # Weights of another format would have to be packed so; the plain ones load without.
     for part in (small, small.get("text_config")):
         if isinstance(part, dict):
@@ -129,6 +131,17 @@ def _extra(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any
         if name not in known | others:
             raise InvalidArgument(f"--set {name}: no such field; {suggestion(name, sorted(known | others))}")
     return {name: value for name, value in fixed.items() if name not in known}
+
+
+def _require_few_layers(config: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument: to make the modules of so many layers would take all memory."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _require_few_layers(value)
+        elif name in LAYERS and type(value) is int and value > _MOST_LAYERS:
+            raise InvalidArgument(
+                f"{name} would be {value}, and {_MOST_LAYERS} are the most; give fewer with --set {name}=4"
+            )
 
 
 def _names(config: Mapping[str, Any]) -> Iterator[str]:
