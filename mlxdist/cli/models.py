@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdist.base import tables
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["models"]
@@ -38,6 +39,8 @@ def models(selection: HostSelection, as_json: bool, directories: tuple[str, ...]
     wanted = [path if path.startswith("~") else os.path.abspath(path) for path in directories]
     problems: list[str] = []
     if selection.hostfile is None:
+        if missing := [path for path in wanted if not os.path.isdir(os.path.expanduser(path))]:
+            raise InvalidArgument(f"there is no directory {missing[0]}")
         rows = list_here(wanted)
     else:
         rows, problems = list_on(selection, wanted)

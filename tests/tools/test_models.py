@@ -135,6 +135,13 @@ def test_what_is_in_files_does_not_steer_the_terminal(kept):
     assert row["type"] == "?[31mred" and "model?[2J.safetensors is missing" in row["missing"]
 
 
+def test_a_directory_that_is_not_there(kept, tmp_path):
+    """Of several hosts, some may have it."""
+    done = CliRunner().invoke(commands, ["models", str(tmp_path / "none")])
+    assert done.exit_code == 2 and f"there is no directory {tmp_path / 'none'}" in done.output
+    assert len(json.loads(run("--json", "--hosts", "localhost", tmp_path / "none").stdout)) == 1
+
+
 def test_no_models(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     done = run()
