@@ -139,6 +139,8 @@ def refused() -> None:
     take = SplitModel.from_model
     if size > 1:
         expect(mlxdist.InvalidArgument, ["leave out rank_shares"], take, model, rank_shares=[1] * size)
+        for name in ("check", "shard_vocabulary"):
+            expect(mlxdist.Mismatch, ["the ranks disagree about the arguments"], take, model, **{name: rank == 0})
     expect(mlxdist.InvalidArgument, ["a number of rows, not 0"], take, model, if_faster_for=0)
     split = take(model)
     expect(mlxdist.InvalidArgument, ["are blocks already"], take, split)

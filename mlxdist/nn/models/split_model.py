@@ -91,13 +91,13 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
         Raises:
             InvalidArgument: the model is one of these already, or cannot be sharded like this, or (``check``) computes
                 something else. The same on all ranks.
-            Mismatch: on all ranks, which have other layers.
+            Mismatch: on all ranks, which have other layers or arguments.
         """
         group = group_of(group)
         wanted: list[mx.array] = []
         numbers = boundaries(getattr(model, "args", None))
         compared: dict[str, object] = {}  # as it is behind the block
-        with agreed(NAME, group, numbers, rank_shares, if_faster_for, compared):
+        with agreed(NAME, group, numbers, rank_shares, check, if_faster_for, shard_vocabulary, compared):
             _require_new(model, if_faster_for)
             sharded = _is_sharded(model)
             compared |= {"sharded": True} if sharded else described(model)
@@ -109,10 +109,12 @@ class SplitModel(InPlaceOf, metaclass=Opaque):
             _shard(model, group, rank_shares)
         if mx.default_device() != mx.cpu if submit is None else submit:
             submit_sums(model)
-        reason, times = _first(_not_blocks(model), group), None
+        with agreed(NAME, group):
+            reason = _not_blocks(model)
+        reason, times = _first(reason, group), None
         if reason is None:
             form = _Form(transposed, submit, _alone(model, group))
-            reason = _first(_wrong_blocks(model, form), group)
+            reason = _first(_wrong_blocks(model, form, group), group)
         if reason is None and if_faster_for is not None:
             times = _decode_seconds(model, form, if_faster_for, group)
             reason = _slower(*times, if_faster_for)
@@ -258,14 +260,21 @@ def _kinds(model: nn.Module) -> list[nn.Module]:
     return list(dict(zip(names, layers)).values())
 
 
-def _wrong_blocks(model: nn.Module, form: _Form) -> str | None:
-    """Why layers cannot be blocks, by the results of one layer of each kind. Collective among those that share them."""
-    for layer in _kinds(model):
-        try:
+def _wrong_blocks(model: nn.Module, form: _Form, group: Group) -> str | None:
+    """Why layers cannot be blocks, by the results of one layer of each kind. Collective.
+
+    Raises another exception than that of a layer which cannot be one as `agreed` does, on all ranks.
+    """
+    failure: Exception | None = None
+    try:
+        for layer in _kinds(model):
             form._replace(transposed=False, submit=False).block(layer)
-        except InvalidArgument as error:
-            return str(error)
-    return None
+    except Exception as error:  # the ranks that do not share this layer wait for the outcome
+        failure = error
+    with agreed(NAME, group):
+        if failure is not None and not isinstance(failure, InvalidArgument):
+            raise failure
+    return None if failure is None else str(failure)
 
 
 def _decode_seconds(model: nn.Module, form: _Form, rows: int, group: Group) -> tuple[float, float]:
