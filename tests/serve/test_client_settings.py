@@ -9,8 +9,6 @@ import socket
 import subprocess
 import tomllib
 
-import anthropic
-import openai
 import pytest
 from click.testing import CliRunner
 from rank_zero import answer, launcher_server, started
@@ -42,6 +40,8 @@ def port():
 
 
 def test_claude_codes_variables(port, monkeypatch):
+    import anthropic
+
     for name, value in environment(printed("claude-code", "--port", port, "--api-key", KEY)).items():
         if name.startswith(("ANTHROPIC_", "CLAUDE_")):
             monkeypatch.setenv(name, value)
@@ -56,6 +56,8 @@ def test_claude_codes_variables(port, monkeypatch):
 
 
 def test_codexs_configuration(port):
+    import openai
+
     lines = printed("codex", "--port", port, "--api-key", KEY)
     config = tomllib.loads(lines)
     provider = config["model_providers"][config["model_provider"]]
@@ -66,6 +68,8 @@ def test_codexs_configuration(port):
 
 
 def test_open_webuis_variables_and_clines_settings(port):
+    import openai
+
     found = environment(printed("open-webui", "--port", port, "--api-key", KEY))
     rows = dict(line.split(": ", 1) for line in printed("cline", "--port", port).splitlines()[1:])
     assert rows["Base URL"].strip() == found["OPENAI_API_BASE_URL"]

@@ -1,17 +1,15 @@
 """OpenAI's API of items: /v1/responses, with the `openai` package as client and reference."""
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import get_args
 
-import openai
-import openai.types.responses as reference
 import pytest
 from calling_model import CALL, save_model_that_calls_a_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types.responses import Response, response_create_params
 from rank_zero import ADMITTED, PROGRESS, answer, launcher_server, named_events_of, said, started
 from serving import ServerProcess, save_model_folder
 from waiting import wait_for
@@ -25,11 +23,6 @@ from mlxdist.serve.refusal import Refusal
 GUIDE = Path(__file__).parents[2] / "docs" / "serve.md"
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 CALLED = ToolCall(name="look", arguments='{"at": 1}')
-EVENTS = {
-    get_args(kind.model_fields["type"].annotation)[0]: kind
-    for kind in (getattr(reference, name) for name in dir(reference) if name.endswith("Event"))
-    if hasattr(kind, "model_fields")
-}
 # What Codex CLI sends: instructions, developer messages and the environment, a call with its output, and no storage.
 CODEX = {
     "model": "default_model",
@@ -61,6 +54,23 @@ CODEX = {
 }
 
 
+@functools.cache
+def types_of_events():
+    """The `openai` package's class of each event, by its type."""
+    import openai.types.responses as reference
+
+    kinds = [getattr(reference, name) for name in dir(reference) if name.endswith("Event")]
+    with_fields = [kind for kind in kinds if hasattr(kind, "model_fields")]
+    return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in with_fields}
+
+
+def response_of(found, strict=False):
+    """The `openai` package's response."""
+    from openai.types.responses import Response
+
+    return Response.model_validate(found, strict=strict)
+
+
 def request(**fields):
     return parse(json.dumps({"input": "What is a ring?"} | fields).encode(), ResponsesRequest)
 
@@ -75,6 +85,8 @@ def message(*parts, **fields):
 
 
 def test_every_field_of_openais_requests_is_known():
+    from openai.types.responses import response_create_params
+
     assert (
         response_create_params.ResponseCreateParamsBase.__annotations__.keys() <= ResponsesRequest.model_fields.keys()
     )
@@ -207,7 +219,7 @@ def checked(events):
     texts, items, last = {}, {}, events[-1]["response"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
-        EVENTS[event["type"]].model_validate(event, strict=True)
+        types_of_events()[event["type"]].model_validate(event, strict=True)
         kind, index = event["type"].removeprefix("response."), event.get("output_index")
         if kind == "output_item.added":
             assert index == len(items)
@@ -241,7 +253,7 @@ def test_the_events_of_a_stream_join_to_the_whole_response(outputs, end):
     events = json.loads(json.dumps(events + builder.last()))
     whole = json.loads(json.dumps(builder.whole()))
     assert checked(events) == whole
-    response = Response.model_validate(whole, strict=True)
+    response = response_of(whole, strict=True)
     assert response.output_text == "".join(each.content for each in outputs)
     thoughts = [text_of(item) for item in whole["output"] if item["type"] == "reasoning"]
     assert "".join(thoughts) == "".join(each.reasoning for each in outputs)
@@ -291,6 +303,8 @@ def ask(*events, **fields):
 
 
 def there(client):
+    import openai
+
     return openai.OpenAI(base_url=f"{client.server.address}/v1", api_key="none", max_retries=0)
 
 
@@ -335,6 +349,8 @@ def test_the_order_of_the_events(client, rank_0):
 
 
 def test_errors_have_openais_form(client, rank_0):
+    import openai
+
     refused = Failed(message="it is so", status=429, retry_after=7)
     for streams in (False, True):
         status, body, headers = client.request("POST", "/v1/responses", ask(*said(refused), stream=streams))
@@ -352,7 +368,7 @@ def test_an_error_in_a_stream_is_a_response_that_has_failed(client, rank_0, outp
     _, text, _ = client.request("POST", "/v1/responses", ask(*said(ADMITTED, *outputs, failed), stream=True))
     found = named_events_of(text)
     assert found[0]["type"] == "response.created" and found[-1]["type"] == "response.failed"
-    response = Response.model_validate(checked(found), strict=True)
+    response = response_of(checked(found), strict=True)
     assert (response.status, response.error.message) == ("failed", failed.message)
     assert response.output_text == "".join(each.content for each in outputs)
 
@@ -404,12 +420,12 @@ def test_the_text_is_that_of_a_chat(server):
     expected = server.ask({"messages": chat, "max_tokens": 20}, "/v1/chat/completions")
     body = {"instructions": "Be brief.", "input": "What is a ring?", "max_output_tokens": 20}
     found = server.ask(body, "/v1/responses")
-    text = Response.model_validate(found).output_text
+    text = response_of(found).output_text
     assert text == expected["choices"][0]["message"]["content"] and text
     usage = expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]
     assert (found["usage"]["input_tokens"], found["usage"]["output_tokens"]) == usage
     streamed = checked(named_events_of(server.stream_text(body, "/v1/responses")))
-    assert (Response.model_validate(streamed).output_text, streamed["status"]) == (text, found["status"])
+    assert (response_of(streamed).output_text, streamed["status"]) == (text, found["status"])
 
 
 ONE = {"type": "object", "properties": {"at": {"enum": [1]}}, "required": ["at"], "additionalProperties": False}
@@ -436,6 +452,8 @@ NEW = 4  # tokens of a turn: the beginnings of two messages, and two words betwe
 @pytest.mark.parametrize("continues", [False, True])
 def test_ten_turns_with_tools_compute_only_their_new_tokens(tmp_path, continues):
     """With the history that a client sends, or with that which the server has kept."""
+    import openai
+
     with ServerProcess(save_model_that_calls_a_tool(tmp_path / "caller")) as server:
         fields, length = {"model": "caller", "max_output_tokens": 20, "tools": [LOOK]}, 0
         items = [{"role": "user", "content": "w5"}]
