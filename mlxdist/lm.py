@@ -28,7 +28,7 @@ from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.models.load import load_sharded
-from mlxdist.nn.models.split_model import SplitModel
+from mlxdist.nn.models.split_model import ROWS_OF_A_SERVER, SplitModel
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.operations.collectives import broadcast
@@ -37,7 +37,6 @@ from mlxdist.serve.stop_words import AnswerText, Piece
 __all__ = ["load", "main", "sharded_load"]
 
 _mlx_lms_sharded_load = utils.sharded_load
-_ROWS = 8  # of the batch by which the layers of a server become split blocks
 _SURROGATES = 0xD800  # lone ones, which no text has
 _UNFINISHED = "unfinished"  # a section after which mlx-lm's handler drops the call of a tool before it
 
@@ -126,7 +125,7 @@ def main() -> None:
     # The modules of commands take it from there when they are imported.
     utils.sharded_load = sharded_load
     if sys.argv[1:2] == ["server"]:
-        utils.sharded_load = partial(sharded_load, if_faster_for=_ROWS)
+        utils.sharded_load = partial(sharded_load, if_faster_for=ROWS_OF_A_SERVER)
         _find_stop_words_in_texts()
     with _on_all_ranks() if sys.argv[1:2] == ["generate"] else contextlib.nullcontext():
         cli.main()

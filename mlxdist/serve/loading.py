@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.load import load_sharded
-from mlxdist.nn.models.split_model import SplitModel
+from mlxdist.nn.models.split_model import ROWS_OF_A_SERVER, SplitModel
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 
@@ -20,8 +20,6 @@ from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 
 __all__ = ["load"]
-
-_ROWS = 8  # of the decode step by which layers become split blocks, or fewer where fewer requests run
 
 
 def load(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> tuple[Any, Any]:
@@ -72,7 +70,7 @@ def _with_blocks(name: str, model: nn.Module, options: ServeOptions, group: Grou
     rank 0 says what it has. Collective."""
     if options.split_blocks is False:
         return model
-    rows = min(_ROWS, options.limits.decode_concurrency)
+    rows = min(ROWS_OF_A_SERVER, options.limits.decode_concurrency)
     split = SplitModel.from_model(
         model,
         group=group,

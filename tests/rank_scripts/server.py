@@ -11,7 +11,7 @@ import urllib.request
 from mlx_lm import generate, load
 
 import mlxdist
-from mlxdist.serve import BatchLimits, HttpOptions, ServeOptions, Server
+from mlxdist.serve import HttpOptions, ServeOptions, Server
 
 folder = sys.argv[1]
 group = mlxdist.init()
@@ -23,12 +23,12 @@ def text_of(address: str, prompt: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-wrong = ServeOptions(folder, http=HttpOptions(port=0), shard_vocabulary=True, limits=BatchLimits(num_draft_tokens=2))
+wrong = ServeOptions(folder, http=HttpOptions(port=0), adapters=(("one", "first"),), adapter_path="second")
 for serve in (Server(wrong).run, Server(wrong).__enter__):
     try:
         serve()
     except mlxdist.InvalidArgument as error:
-        assert "the vocabulary is not sharded with drafts" in str(error), error
+        assert "--adapter-path is for all requests" in str(error), error
     else:
         raise AssertionError("the options do not go together")
 

@@ -70,7 +70,7 @@ def test_a_write_that_the_system_refuses(run_scenarios, ranks, tmp_path):
     run_scenarios("pull.py", ranks, "continued", tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_host_that_disappears_and_the_next_pull(run_ranks, run_scenarios, ranks, tmp_path):
     outputs = run_ranks("pull.py", ranks, "interrupted", tmp_path, status=None, timeout=60)
     assert all("others have noticed" in output for output in outputs[:-1]), outputs
@@ -183,6 +183,7 @@ def test_arguments_that_do_not_fit(words, problem):
     assert problem in " ".join(run("pull", *words, status=2).stderr.split())
 
 
+@pytest.mark.long
 def test_a_download_that_breaks_off_goes_on(hub, model):
     weights = model / "model.safetensors"
     hub.cut = weights.stat().st_size // 3
@@ -191,6 +192,7 @@ def test_a_download_that_breaks_off_goes_on(hub, model):
     assert weights.stat().st_size <= hub.sent[weights.name] <= weights.stat().st_size + weights.stat().st_size // 3
 
 
+@pytest.mark.long
 def test_downloads_that_arrive_damaged_are_removed(hub, model):
     second = model / "model-of-drafts.safetensors"
     second.write_bytes(b"other" + (model / "model.safetensors").read_bytes())
@@ -203,6 +205,7 @@ def test_downloads_that_arrive_damaged_are_removed(hub, model):
         assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
 
 
+@pytest.mark.long
 def test_a_download_reports_its_progress(hub, model):
     arguments = {"step": "fetch", "model": "org/tiny", "to": "", "hub": True}
     command = [sys.executable, "-m", "mlxdist.tools.models.pull_rank", json.dumps(arguments)]
@@ -263,6 +266,7 @@ def test_from_the_hub_to_three_hosts(nodes, on, model):
     ]
 
 
+@pytest.mark.long
 def test_a_model_that_only_another_host_has(nodes, on, model):
     """The hub does not answer, and the first host has lost its copy."""
     on("pull", "org/tiny")
@@ -275,6 +279,7 @@ def test_a_model_that_only_another_host_has(nodes, on, model):
     assert "node0: org/tiny cannot be fetched" in done.stderr and "it came from another host" in done.stderr
 
 
+@pytest.mark.long
 def test_a_host_that_cannot_write(nodes, on):
     """Its error, in one sentence, with its name; the others have what they had."""
     there = nodes.directory / "node1" / "hub"

@@ -61,7 +61,12 @@ def plan(model, ranks):
     return 1.0 if not found.sharded else max(map(found.bytes, range(ranks))) / found.full_bytes
 
 
-@pytest.mark.parametrize("name", LARGE)
+def some_of(names):
+    """All names, of which one in eight is for `make test`."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (number % 8 > 0)) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", some_of(LARGE))
 def test_it_is_sharded_where_the_large_model_is(name):
     config = CONFIG_MAPPING[name]().to_dict()
     small = small_config(config)
@@ -75,7 +80,7 @@ def test_it_is_sharded_where_the_large_model_is(name):
         assert shares[0] is None or (shares[1] is not None and (shares[0] < 1) == (shares[1] < 1)), (ranks, shares)
 
 
-@pytest.mark.parametrize("name", [*tiny_models.model_files()])
+@pytest.mark.parametrize("name", some_of(tiny_models.model_files()))
 def test_mlx_lm_loads_it(name, tmp_path):
     if name in tiny_models.NOT_IMPORTED:
         pytest.skip(tiny_models.NOT_IMPORTED[name])
@@ -87,7 +92,9 @@ def test_mlx_lm_loads_it(name, tmp_path):
 
 
 # float32: with weights that are random, experts have nearly the same chance, and the last bit chooses.
-@pytest.mark.parametrize(("ranks", "quantization"), [(2, QUANTIZED), (3, {}), (4, QUANTIZED)])
+@pytest.mark.parametrize(
+    ("ranks", "quantization"), [(3, {}), *(pytest.param(ranks, QUANTIZED, marks=pytest.mark.long) for ranks in (2, 4))]
+)
 def test_ranks_compute_what_one_computes(ranks, quantization, tmp_path):
     heads = {"num_attention_heads": 24, "num_key_value_heads": 12, "torch_dtype": "float32"}
     make(tmp_path, MIXTRAL | heads | quantization)

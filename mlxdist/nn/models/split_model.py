@@ -28,7 +28,9 @@ from ..split_block.submissions import submit_sums
 from ..tensor_parallel.linear_layers import ROW_SHARDED
 from .plan import plan_shards
 
-__all__ = ["SplitModel"]
+__all__ = ["ROWS_OF_A_SERVER", "SplitModel"]
+
+ROWS_OF_A_SERVER = 8  # of the batch by which the layers of a server become blocks
 
 NAME = "SplitModel.from_model"
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative difference of logits

@@ -137,9 +137,10 @@ def _first_cause(errors: Sequence[Mapping[str, Any]], hostfile: Hostfile) -> str
     """The error of the host that has failed first, with the name of that host."""
     own = [error for error in errors if error["kind"] not in _CONSEQUENCES] or list(errors)
     first = min(own, key=lambda error: error["rank"])
-    origin = Error(first["error"])
-    rank = first["rank"] if origin.rank is None else origin.rank
-    text = first["error"] if origin.rank is None else first["error"].rpartition(" [rank ")[0]
+    rank, text = first["rank"], first["error"]
+    named = Error(text).rank
+    if named is not None and named < len(hostfile.hosts):  # a hub's answer may have anything in it
+        rank, text = named, text.rpartition(" [rank ")[0]
     kept = _KEPT if first["kind"] in _CONSEQUENCES else ""
     return f"{hostfile.hosts[rank].name}: {printable(text)}{kept}"
 
