@@ -6,13 +6,11 @@ Adapters have numbers: 0 is none, 1 is the first in the server's options.
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxdist.nn.adapters_of_rows import adapters_of_rows
-from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
 
-from .row_caches import RowCache
+from .row_caches import ModelWrapper, RowCache
 
 __all__ = ["AdaptedModel", "AdapterCache"]
 
@@ -23,13 +21,9 @@ class AdapterCache(RowCache):
     none = 0
 
 
-class AdaptedModel(nn.Module):
+class AdaptedModel(ModelWrapper):
     """A model of ``load_sharded(adapter_path=[...])`` for mlx-lm's generators: its prompt caches end with an
     :class:`AdapterCache`, which has the number of the adapter for each row of a call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         *own, adapters = cache
@@ -38,8 +32,3 @@ class AdaptedModel(nn.Module):
 
     def make_cache(self) -> list[Any]:
         return [*make_prompt_cache(self.model), AdapterCache()]
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of the model; see :func:`stage_of`."""
-        return stage_of(self.model)

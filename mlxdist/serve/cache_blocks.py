@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
-from .row_caches import RowCache
+from .row_caches import flat
 
 __all__ = ["Block", "States", "can_be_cut", "copied_states", "cut", "fill", "packed", "part_of", "unpacked"]
 
@@ -100,7 +100,7 @@ def unpacked(arrays: Mapping[str, mx.array], scalars: Mapping[str, Any]) -> tupl
 
 
 def _state(cache: Any) -> Any:
-    """What `fill` puts into another cache: mlx-lm's state, or its attributes where that can only be read."""
+    """The state that `fill` puts into another cache: mlx-lm's, or all attributes where that can only be read."""
     return cache.state if _has_settable_state(cache) else vars(cache)
 
 
@@ -117,17 +117,8 @@ def _copied_array(value: Any) -> Any:
 
 
 def _with_keys(caches: Iterable[Any]) -> Iterator[Any]:
-    return (cache for cache in _parts(caches) if type(cache) is KVCache)
+    return (cache for cache in flat(caches) if type(cache) is KVCache)
 
 
 def _with_states(caches: Iterable[Any]) -> Iterator[Any]:
-    return (cache for cache in _parts(caches) if type(cache) is not KVCache)
-
-
-def _parts(caches: Iterable[Any]) -> Iterator[Any]:
-    """The caches of all layers, those in lists, too; without the values of rows, which are no function of tokens."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _parts(cache.caches)
-        elif not isinstance(cache, RowCache):
-            yield cache
+    return (cache for cache in flat(caches) if type(cache) is not KVCache)

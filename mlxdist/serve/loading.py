@@ -27,8 +27,8 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
-            tokenizer; the draft model has another one; stages have a draft or a sharded vocabulary; there are no KV
-            caches to quantize.
+            tokenizer; the draft model has another one; stages have a sharded vocabulary; there are no KV caches to
+            quantize.
     """
     with agreed("serve", group):
         if placement.stage_plan is not None and options.shard_vocabulary:
@@ -58,8 +58,7 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
         if tokenizer is None:
             raise InvalidArgument(f"serve: {options.model} has no tokenizer")
         if draft is not None:
-            rows = (model.rows,) if isinstance(model, VocabParallelModel) else ()
-            model = DraftedModel(model, draft[0], *rows)
+            model = DraftedModel(model, draft[0], model if isinstance(model, VocabParallelModel) else None)
             if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
                 raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
     return model, tokenizer

@@ -10,13 +10,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.host_identity import host_identity
 from mlxdist.nn.rank_checks import agree, texts
 from mlxdist.runtime.device_memory import device_limit
 from mlxdist.runtime.group.group import Group
+
+from .row_caches import flat
 
 __all__ = ["UNLIMITED", "CacheMemory", "cache_memory", "cache_sizes", "reserved"]
 
@@ -104,15 +106,12 @@ def cache_sizes(model: nn.Module, chunk: int) -> tuple[float, float]:
     """Bytes of the KV caches of a request: per token, and independent of tokens. Collective like the model's call."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
-    sizes = [_sizes(cache, chunk) for cache in caches]
+    sizes = [_sizes(cache, chunk) for cache in flat(caches)]
     return sum(size for size, _ in sizes), sum(size for _, size in sizes)
 
 
 def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
-    if isinstance(cache, CacheList):
-        sizes = [_sizes(part, chunk) for part in cache.caches]
-        return sum(size for size, _ in sizes), sum(size for _, size in sizes)
-    if not cache.nbytes:  # of a layer of another stage; the adapters of rows
+    if not cache.nbytes:  # of a layer of another stage
         return 0, 0
     if isinstance(cache, ArraysCache):
         return 0, cache.nbytes

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
-
 from .answer import Token
-from .row_caches import RowCache
+from .row_caches import ModelWrapper, RowCache
 from .sliding_windows import put_in_order
 
 __all__ = ["PromptLogprobs", "ScoredModel", "ScoresCache"]
@@ -106,7 +103,7 @@ class ScoresCache(RowCache):
         self._lengths = self._lengths and [max(0, own - length) for own in self._lengths]
 
 
-class ScoredModel(nn.Module):
+class ScoredModel(ModelWrapper):
     """A model for mlx-lm's generators, whose prompt caches end with a :class:`ScoresCache`.
 
     Args:
@@ -115,8 +112,7 @@ class ScoredModel(nn.Module):
     """
 
     def __init__(self, model: Any, gathered: Callable[[mx.array], mx.array] | None = None) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._gathered = gathered
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -135,11 +131,6 @@ class ScoredModel(nn.Module):
 
     def make_cache(self) -> list[Any]:
         return [*make_prompt_cache(self.model), ScoresCache()]
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of the model; see :func:`stage_of`."""
-        return stage_of(self.model)
 
     def _logprobs(self, logits: mx.array) -> mx.array:
         logits = logits.astype(mx.float32)

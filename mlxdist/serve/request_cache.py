@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
 
-from .row_caches import of_layers, of_rows
+from .row_caches import ModelWrapper, of_layers, of_rows
 
 __all__ = ["OneRequestModel", "RequestCache", "cannot_be_batched"]
 
@@ -54,13 +52,9 @@ class RequestCache(CacheList):
         """Does nothing; see :meth:`prepare`."""
 
 
-class OneRequestModel(nn.Module):
+class OneRequestModel(ModelWrapper):
     """A model for mlx-lm's generators, whose prompt caches begin with a :class:`RequestCache`; values of the row are
     behind it."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         request, *rows = cache
@@ -70,8 +64,3 @@ class OneRequestModel(nn.Module):
     def make_cache(self) -> list[Any]:
         caches = make_prompt_cache(self.model)
         return [RequestCache(*of_layers(caches)), *of_rows(caches)]
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of the model; see :func:`stage_of`."""
-        return stage_of(self.model)

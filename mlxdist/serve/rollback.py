@@ -12,11 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, dynamic_roll
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, dynamic_roll
 
-from .row_caches import of_layers
+from .row_caches import flat
 
-__all__ = ["Rollback", "arrays_of", "flat"]
+__all__ = ["Rollback", "arrays_of"]
 
 
 class Rollback:
@@ -28,7 +28,7 @@ class Rollback:
     """
 
     def __init__(self, caches: Sequence[Any], by_single_tokens: bool) -> None:
-        self._caches, self._layers = caches, flat(caches)
+        self._caches, self._layers = caches, list(flat(caches))
         kinds = [ArraysCache, BatchRotatingKVCache] if by_single_tokens else [ArraysCache]
         self._saved: list[Any] = []
         if any(type(layer) in kinds for layer in self._layers):
@@ -75,12 +75,6 @@ class Rollback:
                 each.finalize()
         # Here: ranks with unequal shards would order the collectives of this call and of the next ones differently.
         mx.eval([arrays_of(layer) for layer in self._layers])
-
-
-def flat(caches: Sequence[Any]) -> list[Any]:
-    """The caches with keys and values, or with states, those in lists, too."""
-    lists = [each.caches if isinstance(each, CacheList) else [each] for each in of_layers(caches)]
-    return [layer for layers in lists for layer in layers]
 
 
 def arrays_of(cache: Any) -> list[mx.array]:

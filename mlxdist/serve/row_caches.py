@@ -4,12 +4,28 @@ mlx-lm's batches join, split and keep prompt caches, and thereby the values of t
 reads its entry in each call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
-from mlx_lm.models.cache import _BaseCache
+from mlx import nn
+from mlx_lm.models.cache import CacheList, _BaseCache
 
-__all__ = ["RowCache", "of_layers", "of_rows"]
+from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
+
+__all__ = ["ModelWrapper", "RowCache", "flat", "of_layers", "of_rows"]
+
+
+class ModelWrapper(nn.Module):
+    """A model for mlx-lm's generators around another model, with entries of its own in prompt caches."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of the model; see :func:`stage_of`."""
+        return stage_of(self.model)
 
 
 class RowCache(_BaseCache):
@@ -65,3 +81,12 @@ def of_layers(cache: Sequence[Any]) -> list[Any]:
 def of_rows(cache: Sequence[Any]) -> list[RowCache]:
     """The entries with values of rows, which are behind those with keys and values."""
     return [each for each in cache if isinstance(each, RowCache)]
+
+
+def flat(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches of all layers, those in lists, too; without the values of rows, which are no function of tokens."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from flat(cache.caches)
+        elif not isinstance(cache, RowCache):
+            yield cache

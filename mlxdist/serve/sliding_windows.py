@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import BatchRotatingKVCache, CacheList
+from mlx_lm.models.cache import BatchRotatingKVCache
+
+from .row_caches import flat
 
 __all__ = ["put_in_order"]
 
@@ -14,8 +16,6 @@ def put_in_order(caches: Sequence[Any]) -> None:
     After a call with one token a window may begin anywhere in its array. mlx-lm orders it once the mask has been made,
     which counts from where it begins: it hides the first token of a row that does not fill the window.
     """
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            put_in_order(cache.caches)
-        elif isinstance(cache, BatchRotatingKVCache):
+    for cache in flat(caches):
+        if isinstance(cache, BatchRotatingKVCache):
             cache._temporal_order()

@@ -19,9 +19,11 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from mlxdist.base.errors import InvalidArgument
 
-from .rollback import Rollback, arrays_of, flat
+from .rollback import Rollback, arrays_of
+from .row_caches import flat
 from .sampling import SeededSampler
 from .sliding_windows import put_in_order
+from .vocabulary import VocabParallelModel
 
 __all__ = ["DraftedModel", "SpeculativeBatchGenerator"]
 
@@ -34,13 +36,11 @@ class DraftedModel:
     Batches of prompts and the prefix cache are then mlx-lm's as they are.
 
     Args:
-        rows: makes rows as ``model`` returns them of all logits, if they are sharded over the vocabulary.
+        sharded: what is in ``model`` where its logits are sharded over the vocabulary.
     """
 
-    def __init__(
-        self, model: nn.Module, draft_model: nn.Module, rows: Callable[[mx.array], mx.array] = lambda logits: logits
-    ) -> None:
-        self.model, self.draft_model, self.rows = model, draft_model, rows
+    def __init__(self, model: nn.Module, draft_model: nn.Module, sharded: VocabParallelModel | None = None) -> None:
+        self.model, self.draft_model, self.sharded = model, draft_model, sharded
         self._layers = len(make_prompt_cache(draft_model))
 
     def make_cache(self) -> list[Any]:
@@ -52,10 +52,11 @@ class DraftedModel:
         Raises:
             InvalidArgument: the draft model returns logits for another number of tokens.
         """
-        drafts = self.draft(tokens, cache)
+        drafts = self._draft_logits(tokens, cache)
         logits = self.target(self.after_draft(tokens, cache), cache)
-        if drafts.shape[-1] != logits.shape[-1]:
-            vocabularies = f"{drafts.shape[-1]} tokens, and the model for {logits.shape[-1]}"
+        vocabulary = logits.shape[-1] if self.sharded is None else self.sharded.vocabulary
+        if drafts.shape[-1] != vocabulary:
+            vocabularies = f"{drafts.shape[-1]} tokens, and the model for {vocabulary}"
             raise InvalidArgument(f"serve: the draft model has logits for {vocabularies}")
         return logits
 
@@ -65,10 +66,8 @@ class DraftedModel:
 
     def draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """The logits of the draft model, in the form of the model's, without a call of the model."""
-        own = self.draft_caches(cache)
-        if tokens.shape[1] > 1:
-            put_in_order(own)
-        return self.rows(self.draft_model(tokens, cache=own))
+        logits = self._draft_logits(tokens, cache)
+        return logits if self.sharded is None else self.sharded.rows(logits)
 
     def draft_caches(self, cache: list[Any]) -> list[Any]:
         """The entries of the draft model."""
@@ -77,6 +76,13 @@ class DraftedModel:
     def target_caches(self, cache: list[Any]) -> list[Any]:
         """The entries of the model."""
         return cache[self._layers :]
+
+    def _draft_logits(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        own = self.draft_caches(cache)
+        if tokens.shape[1] > 1:
+            put_in_order(own)
+        logits: mx.array = self.draft_model(tokens, cache=own)
+        return logits
 
     def after_draft(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """``tokens`` with a dependency on the draft model's cache, so that all ranks compute that first.

@@ -63,14 +63,7 @@ class VocabParallelModel:
         return self._with_rest(logits, sums)
 
     def rows(self, logits: mx.array) -> mx.array:
-        """This model's rows of all logits, which this rank has, of shape (..., vocabulary). No collective.
-
-        Raises:
-            InvalidArgument: the logits are those of another number of tokens.
-        """
-        if logits.shape[-1] != self.vocabulary:
-            vocabularies = f"{logits.shape[-1]} tokens, and the model for {self.vocabulary}"
-            raise InvalidArgument(f"serve: the draft model has logits for {vocabularies}")
+        """This model's rows of all logits, which this rank has, of shape (..., vocabulary). No collective."""
         shards = mx.split(logits, [shard_slice(self._sizes, rank).stop for rank in range(len(self._sizes) - 1)], -1)
         sums = mx.stack([mx.logsumexp(shard, axis=-1, keepdims=True) for shard in shards])
         return self._with_rest(shards[self._group.rank()], sums)

@@ -26,7 +26,7 @@ from mlxdist.nn.pipeline_parallel.stage import stage_of
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather
 
-from .adapters import AdaptedModel, AdapterCache
+from .adapters import AdapterCache
 from .answer import Token
 from .cache_blocks import can_be_cut
 from .decisions import Admission, Decisions
@@ -37,7 +37,7 @@ from .prefix_tree import PrefixTree, Reading
 from .prompt_logprobs import PromptLogprobs, ScoredModel, ScoresCache
 from .quantized_cache import are_quantized
 from .request_cache import OneRequestModel, cannot_be_batched
-from .row_caches import of_layers, of_rows
+from .row_caches import ModelWrapper, of_layers, of_rows
 from .sampling import MinTokens, sampler_of
 from .speculation import DraftedModel, SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
@@ -49,7 +49,7 @@ __all__ = ["BatchLimits", "Outcome", "Worker"]
 PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
 REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
-_WRAPPERS = (AdaptedModel, DraftedModel, OneRequestModel, ScoredModel, SplitModel, VocabParallelModel)
+_WRAPPERS = (DraftedModel, ModelWrapper, SplitModel, VocabParallelModel)
 
 _LAST_STATES = 512  # tokens before the end of a prompt at which there are states; and at twice as many, and so on
 
@@ -412,7 +412,7 @@ def _scored(model: Any, sharded: VocabParallelModel | None) -> Any:
     """A model that can make log-probabilities of prompts, of a draft model and a model those of the second.
     ``sharded``: what is in it where its logits are sharded over the vocabulary."""
     if isinstance(model, DraftedModel):
-        return DraftedModel(_scored(model.model, sharded), model.draft_model, model.rows)
+        return DraftedModel(_scored(model.model, sharded), model.draft_model, sharded)
     return ScoredModel(model, None if sharded is None else sharded.gathered)
 
 
