@@ -24,14 +24,12 @@ from ..tensor_parallel.linear_layers import (
     dims,
     quantization_unit,
 )
-from ..tensor_parallel.parallel_attention import heads_of
+from ..tensor_parallel.parallel_attention import NORMS, PROJECTIONS, head_dim_of, heads_of
 from .merged import LinearShard, Spec, linear_of, merge
 
 __all__ = ["Shape", "group_of_layer", "shard_of_layer", "require_shardable"]
 
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORMS = ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -75,7 +73,7 @@ def shard_of_layer(
     once = rank == 0  # of a linear whose inputs are sharded one rank adds the bias
     rows = part.inner and part.inner._replace(axis=1)
     matrices = {
-        "qkv": merge([attention[name] for name in _ATTENTION[:3]], [part.query, part.key, part.key], transposed),
+        "qkv": merge([attention[name] for name in PROJECTIONS[:3]], [part.query, part.key, part.key], transposed),
         "output": merge([attention.o_proj], [part.query and part.query._replace(axis=1)], transposed, keep_bias=once),
         "gate_up": merge([mlp.gate_proj, mlp.up_proj], [part.inner, part.inner], transposed),
         "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
@@ -125,11 +123,11 @@ def _held_part(
 ) -> Part:
     """The part that a layer's matrices are, with or without adapters on them. ``columns``, ``rows``: the classes of
     those whose outputs and inputs are sharded; none for a layer that is full."""
-    check_others("SplitBlock", attention, (*_ATTENTION, *_NORMS, "rope"))
+    check_others("SplitBlock", attention, (*PROJECTIONS, *NORMS, "rope"))
     check_others("SplitBlock", mlp, _MLP)
     for module, names, kinds in (
-        (attention, _ATTENTION[:3], columns),
-        (attention, _ATTENTION[3:], rows),
+        (attention, PROJECTIONS[:3], columns),
+        (attention, PROJECTIONS[3:], rows),
         (mlp, _MLP[:2], columns),
         (mlp, _MLP[2:], rows),
     ):
@@ -139,18 +137,11 @@ def _held_part(
             raise InvalidArgument(
                 f"SplitBlock: ranks multiply parameters of {type(module).__name__} before they add up"
             )
-    heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    sizes = {name: dims(linear_of(attention[name])) for name in _ATTENTION}
-    dim = sizes["q_proj"][0] // heads
-    inner = {dims(linear_of(mlp.gate_proj))[0], dims(linear_of(mlp.up_proj))[0], dims(linear_of(mlp.down_proj))[1]}
-    found = [*(sizes[name][0] for name in _ATTENTION[:3]), sizes["o_proj"][1]]
-    norms = {attention[name].weight.size for name in _NORMS if name in attention}
-    if found != [heads * dim, kv_heads * dim, kv_heads * dim, heads * dim] or norms - {dim} or len(inner) > 1:
-        raise InvalidArgument(
-            f"SplitBlock: projections of {found} and {sorted(inner)} features, and norms of {sorted(norms)}, are not "
-            f"those of {heads} heads, {kv_heads} KV heads and an MLP"
-        )
-    return Part(heads, kv_heads, dim)
+    head_dim = head_dim_of("SplitBlock", attention, [dims(linear_of(attention[name])) for name in PROJECTIONS])
+    (gate, _), (up, _), (_, down) = (dims(linear_of(mlp[name])) for name in _MLP)
+    if not gate == up == down:
+        raise InvalidArgument(f"SplitBlock: an MLP of {gate}, {up} and {down} features is not Llama's")
+    return Part(attention.n_heads, attention.n_kv_heads, head_dim)
 
 
 def _check_held(name: str, linear: nn.Module, kinds: tuple[type, ...]) -> None:
@@ -166,7 +157,7 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     name = type(layer).__name__
     wanted = {
         "": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-        "self_attn.": (*_ATTENTION, "rope", "n_heads", "n_kv_heads", "scale"),
+        "self_attn.": (*PROJECTIONS, "rope", "n_heads", "n_kv_heads", "scale"),
         "mlp.": _MLP,
     }
     missing = []
@@ -199,7 +190,7 @@ def _norms(layer: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The norms of the layer, and those of queries and keys, if there are."""
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     attention = layer.self_attn
-    of_heads = [attention[name] for name in _NORMS if name in attention]
+    of_heads = [attention[name] for name in NORMS if name in attention]
     for norm in norms + of_heads:
         if type(norm) is not nn.RMSNorm:
             raise InvalidArgument(f"SplitBlock: {type(norm).__name__} of {type(norm).__module__} is not nn.RMSNorm")

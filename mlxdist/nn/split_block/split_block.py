@@ -143,14 +143,12 @@ class SplitBlock(nn.Module, metaclass=Opaque):
             block = create(cls, shape, parameters, table, group, not on_cpu if submit is None else submit)
             for name, value in settings(layer).items():
                 setattr(block, name, value)
-            # On all ranks the same tokens, and each compares with its own layer.
-            x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
             if check and held is None:
-                wanted = _evaluated(layer, x)
+                wanted = _change(layer)
         if check:
             if held is not None:  # ranks add up, which they must not do within the block above
-                wanted = _evaluated(layer, x)
-            found = _evaluated(block, x)
+                wanted = _change(layer)
+            found = _change(block)
             with agreed(NAME, group):
                 _require_close(found, wanted, type(layer).__name__)
         return block
@@ -305,8 +303,10 @@ def relative_error(found: mx.array, wanted: mx.array) -> float:
     return float(np.array(difference / mx.maximum(norm, 1e-30)))
 
 
-def _evaluated(layer: nn.Module, x: mx.array) -> mx.array:
-    """What a layer, or its block, adds to ``x``."""
+def _change(layer: nn.Module) -> mx.array:
+    """The change that a layer, or its block, makes of three tokens, the same on all ranks; evaluated."""
+    norm = layer.input_norm if isinstance(layer, SplitBlock) else layer.input_layernorm.weight
+    x = mx.random.normal((1, 3, norm.size), key=mx.random.key(0))
     y = layer(x, "causal", None) - x
     mx.eval(y)
     return y

@@ -29,10 +29,10 @@ from .linear_layers import check_has, check_parts, dims, mapped, quantization_un
 from .parallel_linear import ParallelLinear
 from .row_parallel import RowParallelLinear
 
-__all__ = ["ParallelAttention", "heads_of", "split_heads"]
+__all__ = ["NORMS", "PROJECTIONS", "ParallelAttention", "head_dim_of", "heads_of", "split_heads"]
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORMS = ("q_norm", "k_norm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
 
 
 def split_heads(
@@ -81,8 +81,9 @@ def heads_of(
 ) -> tuple[list[int], list[range], int]:
     """The result of :func:`split_heads` for a module like Llama's attention, and the features of a head. No
     quantization group of o_proj is sharded. Raises InvalidArgument also for another kind of module."""
-    _check(name, attention)
-    head_dim = dims(attention.q_proj)[0] // attention.n_heads
+    check_has(name, attention, (*PROJECTIONS, "n_heads", "n_kv_heads", "scale", "rope"), "Llama attention")
+    check_parts(name, attention, PROJECTIONS, (*NORMS, "rope"))
+    head_dim = head_dim_of(name, attention, [dims(attention[key]) for key in PROJECTIONS])
     unit = quantization_unit(attention.o_proj)
     if unit > 1:
         name = f"{name} (o_proj has quantization groups of {unit}, heads {head_dim} features)"
@@ -183,7 +184,7 @@ class ParallelAttention(nn.Module):
             whole.o_proj = nn.Linear(n_heads * head_dim, dims, bias)
             whole.n_heads, whole.n_kv_heads, whole.rope = n_heads, n_kv_heads, rope
             whole.scale = head_dim**-0.5 if scale is None else scale
-            for name, norm in zip(_NORMS, (q_norm, k_norm)):
+            for name, norm in zip(NORMS, (q_norm, k_norm)):
                 if norm is not None:
                     setattr(whole, name, norm)
             self._cut("ParallelAttention", whole, sequence_parallel, rank_shares, group)
@@ -230,14 +231,14 @@ class ParallelAttention(nn.Module):
                     f"ParallelAttention.to_attention: there are {total} heads and {total_kv} KV heads, but the module "
                     f"has {found[0]} and {found[1]}"
                 )
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             whole = self[name].to_linear()
             if name in ("k_proj", "v_proj"):
                 # Where in the ranks' heads, one after the other, each KV head is for the first time.
                 held = list(chain(*self.kv_heads))
                 whole = _with_heads(whole, [held.index(head) for head in range(total_kv)], self.head_dim)
             setattr(attention, name, whole)
-        for name in _NORMS:
+        for name in NORMS:
             if name in self:
                 setattr(attention, name, self[name])
         return attention
@@ -305,7 +306,7 @@ class ParallelAttention(nn.Module):
                 self, key, ColumnParallelLinear.from_linear(expanded, rank_shares=list(map(len, kv_heads)), **column)
             )
         self.o_proj = RowParallelLinear.from_linear(whole.o_proj, rank_shares=heads, multiple=head_dim, **common)
-        for key in _NORMS:
+        for key in NORMS:
             if key in whole:
                 setattr(self, key, whole[key])
 
@@ -349,11 +350,13 @@ def _call(module: nn.Module, function: Callable, wrap: Callable[[mx.array], mx.a
         module.update(parameters)
 
 
-def _check(name: str, attention: nn.Module) -> None:
-    """Rejects what is not of the shape of Llama's attention."""
-    check_has(name, attention, (*_PROJECTIONS, "n_heads", "n_kv_heads", "scale", "rope"), "Llama attention")
-    check_parts(name, attention, _PROJECTIONS, (*_NORMS, "rope"))
-    q, k, v, o = (dims(attention[key]) for key in _PROJECTIONS)
+def head_dim_of(name: str, attention: nn.Module, sizes: Sequence[tuple[int, int]]) -> int:
+    """The features of a head of a module whose projections have these sizes, (output_dims, input_dims) of each.
+
+    Raises InvalidArgument, whose text begins with ``name``: the sizes, or those of the norms of queries and keys, are
+    not those of the module's numbers of heads.
+    """
+    q, k, v, o = sizes
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     if not (n_heads and n_kv_heads and q[0] % n_heads == 0):
         raise InvalidArgument(f"{name}: q_proj has {q[0]} outputs, which are not {n_heads} heads")
@@ -363,13 +366,14 @@ def _check(name: str, attention: nn.Module) -> None:
             f"{name}: with {n_heads} heads of {head_dim} features and {n_kv_heads} KV heads k_proj and v_proj must "
             f"have {n_kv_heads * head_dim} outputs and o_proj {q[0]} inputs, not {k[0]}, {v[0]} and {o[1]}"
         )
-    for key in _NORMS:
+    for key in NORMS:
         for path, parameter in parameters(attention[key]).items() if key in attention else ():
             if parameter.shape != (head_dim,):
                 raise InvalidArgument(
                     f"{name}: {key}.{path} has shape {parameter.shape}, not ({head_dim},): a norm over more than a "
                     "head cannot be sharded with the heads"
                 )
+    return head_dim
 
 
 def _with_heads(linear: nn.Module, heads: list[int], head_dim: int) -> nn.Module:
