@@ -9,7 +9,7 @@ import pytest
 from calling_model import CALL, TOOL, save_model_that_calls_a_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_zero import ADMITTED, PROGRESS, answer, launcher_server, named_events_of, said, started
+from rank_zero import ADMITTED, PROGRESS, answer, launcher_server, named_events_of, require_cancelled, said, started
 from serving import ServerProcess, save_model_folder
 from waiting import wait_for
 
@@ -418,14 +418,8 @@ def test_either_header_has_the_key():
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_cancels_its_request(client, rank_0, streams):
-    body = json.dumps(ask(*said(ADMITTED, Output(content="He")), "wait", stream=streams)).encode()
-    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with client.connect() as connection:
-        connection.sendall(head + body)
-        assert wait_for(lambda: rank_0.calls)
-        if streams:
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-    assert wait_for(lambda: rank_0.left == [True])
+    body = ask(*said(ADMITTED, Output(content="He")), "wait", stream=streams)
+    require_cancelled(client, rank_0, "/v1/messages", body)
 
 
 HEAD = "x-anthropic-billing-header: cc_version=2.1.0; cch={};"

@@ -235,9 +235,13 @@ class Client:
 
     def raw(self, *attempts: list[Any], version: str = "1.1", **fields: Any) -> bytes:
         """The same request as its bytes."""
-        body = json.dumps({"prompt": json.dumps(attempts)} | fields).encode()
-        head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        return head.encode() + body
+        return _posted("/v1/completions", {"prompt": json.dumps(attempts)} | fields, version)
+
+
+def _posted(path: str, fields: dict, version: str = "1.1") -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def events_of(text: str) -> list[Any]:
@@ -298,3 +302,13 @@ def started(client: Client, before: FakeRankZero | None = None) -> Iterator[Fake
     finally:
         rank_zero.go.set()
         rank_zero.end()
+
+
+def require_cancelled(client: Client, rank_0: FakeRankZero, path: str, body: dict) -> None:
+    """Rank 0 sees that a client has left while its answer, a stream or not, was being made."""
+    with client.connect() as connection:
+        connection.sendall(_posted(path, body))
+        assert wait_for(lambda: rank_0.calls)
+        if body["stream"]:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert wait_for(lambda: rank_0.left == [True])

@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from ..protocol import Generate, Grammar, Prompt, Sampling, Tokenize
 from .answers import ApiAnswer
 from .anthropic_answers import MessagesAnswer
 from .chat import MAX_MESSAGES, MAX_TOOLS, Effort, check_tool_choice, effort_arguments
-from .fields import Checked, Fields, Integer, OneOf, Only, Unused
+from .fields import Checked, Fields, Integer, OneOf, Only, Unused, list_or_text
 from .generation import StopWords, Temperature, TopK, TopP, object_of
 from .messages import MAX_NAME, Message, Name, assistant_message, for_template
 from .stable_heads import stable_head
@@ -21,12 +21,7 @@ _MAX_ID = 256
 _NO_MEDIA = "; images and documents are not served here"
 
 
-def _as_blocks(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of blocks")
-    return value
+_AS_BLOCKS = list_or_text("blocks", lambda text: {"type": "text", "text": text})
 
 
 class _Block(Fields):
@@ -54,9 +49,7 @@ class _ToolUse(_Block):
     input: dict[str, Any]
 
 
-_Texts = Annotated[
-    list[Annotated[_Text, OneOf(hint=_NO_MEDIA)]], FailFast(), Field(max_length=MAX_BLOCKS), BeforeValidator(_as_blocks)
-]
+_Texts = Annotated[list[Annotated[_Text, OneOf(hint=_NO_MEDIA)]], FailFast(), Field(max_length=MAX_BLOCKS), _AS_BLOCKS]
 
 
 class _ToolResult(_Block):
@@ -70,7 +63,7 @@ _Content = Annotated[
     list[Annotated[_Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, OneOf(hint=_NO_MEDIA)]],
     FailFast(),
     Field(max_length=MAX_BLOCKS),
-    BeforeValidator(_as_blocks),
+    _AS_BLOCKS,
 ]
 _ROLES = {"thinking": "assistant", "redacted_thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from mlxdist.base.json_reader import NestedTooDeeply, parse_json
@@ -18,7 +26,8 @@ from mlxdist.base.json_reader import NestedTooDeeply, parse_json
 from ..refusal import Refusal
 
 __all__ = [
-    "Checked", "Fields", "Integer", "Number", "OneOf", "Only", "Rule", "Unused", "check", "parse", "tokens_of",
+    "Checked", "Fields", "Integer", "Number", "OneOf", "Only", "Rule", "Unused", "check", "list_or_text", "parse",
+    "tokens_of",
 ]  # fmt: skip
 
 _MAX_DEPTH = 32  # of lists and objects in each other
@@ -220,6 +229,19 @@ class OneOf(Rule):
             custom_error_message="another type",
             custom_error_context={"problem": f"must be an object of the type {types}{self.hint}"},
         )
+
+
+def list_or_text(what: str, of_text: Callable[[str], dict[str, Any]]) -> BeforeValidator:
+    """Takes a text in place of a list of ``what``: as the one that ``of_text`` makes of it."""
+
+    def as_list(value: Any) -> Any:
+        if isinstance(value, str):
+            return [of_text(value)]
+        if not isinstance(value, list):
+            raise ValueError(f"must be a string or a list of {what}")
+        return value
+
+    return BeforeValidator(as_list)
 
 
 def parse(body: bytes, kind: type[Body], *, ignore_unknown: bool = False) -> Body:

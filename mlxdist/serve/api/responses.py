@@ -5,13 +5,13 @@ import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WrapValidator, model_validator
+from pydantic import ConfigDict, FailFast, Field, WrapValidator, model_validator
 
 from ..protocol import Generate, Grammar, Prompt, Sampling
 from ..refusal import Refusal
 from .answers import ApiAnswer
 from .chat import MAX_MESSAGES, MAX_TOOLS, Effort, check_tool_choice, effort_arguments
-from .fields import Checked, Fields, OneOf, Only, Unused, check
+from .fields import Checked, Fields, OneOf, Only, Unused, check, list_or_text
 from .generation import MaxTokens, Temperature, TopP, object_of
 from .messages import MAX_NAME, Message, Name, as_given, assistant_message, for_template
 from .response_store import ResponseStore
@@ -43,19 +43,11 @@ class _Refusal(_Item):
         return self.refusal
 
 
-def _as_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of parts")
-    return value
-
-
 _Parts = Annotated[
     list[Annotated[_Text | _Refusal, OneOf(hint=_NO_MEDIA)]],
     FailFast(),
     Field(max_length=_MAX_PARTS),
-    BeforeValidator(_as_parts),
+    list_or_text("parts", lambda text: {"type": "input_text", "text": text}),
 ]
 
 
@@ -81,14 +73,6 @@ class _CallOutput(_Item):
 class _Thoughts(_Item):
     type: Literal["reasoning"]
     content: _Parts = []
-
-
-def _as_items(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of items")
-    return value
 
 
 class _FunctionTool(_Item):
@@ -158,7 +142,7 @@ class ResponsesRequest(Fields):
         list[Annotated[_MessageItem | _Call | _CallOutput | _Thoughts, OneOf(default="message", hint=_NO_MEDIA)]],
         FailFast(),
         Field(min_length=1, max_length=MAX_ITEMS),
-        BeforeValidator(_as_items),
+        list_or_text("items", lambda text: {"role": "user", "content": text}),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
