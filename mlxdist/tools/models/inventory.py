@@ -1,4 +1,4 @@
-"""Which models are on which hosts: in the cache of Hugging Face's hub, and in folders."""
+"""The models that hosts have: in the cache of Hugging Face's hub, and in folders."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import hub_cache, hub_snapshot, is_hub_name
 from mlxdist.base.safetensors_reader import Checkpoint
-from mlxdist.base.validation import list_of, number, object_of, read_bounded, text
+from mlxdist.base.validation import list_of, number, object_of, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections, checked_call
+
+from .places import parse_config
 
 __all__ = ["list_here", "list_on"]
 
 _PREFIX = "models--"  # of directories in the cache of the hub; there are datasets--, too
 _MAX_MODELS = 2000
-_MAX_CONFIG_BYTES = 16 * 2**20
 _SECONDS = 120.0  # for a host to look at all of its models
 _ROW = {"model": text(512), "type": text(100), "bytes": number(0, 2**60), "missing": text(1000), "path": text(4096)}
 _ROWS = list_of(object_of(_ROW), _MAX_MODELS)
@@ -85,7 +85,7 @@ def _type(snapshot: Path | None) -> str:
     if snapshot is None:
         return ""
     try:
-        config = parse_json(read_bounded(snapshot / "config.json", _MAX_CONFIG_BYTES))
+        config = parse_config(snapshot / "config.json")
         found = str(config["model_type"])
     except (ValueError, KeyError, TypeError):
         return ""

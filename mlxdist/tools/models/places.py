@@ -19,9 +19,19 @@ from mlxdist.base.model_directory import hub_directory, hub_snapshot
 from mlxdist.base.safetensors_reader import INDEX, MAX_INDEX_BYTES, all_of_names
 from mlxdist.base.validation import build, checked, list_of, number, object_of, printable, read_bounded
 
-__all__ = ["MAX_MANIFEST_BYTES", "Folder", "HubCache", "Manifest", "ModelFile", "Place", "missing_weights"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "Folder",
+    "HubCache",
+    "Manifest",
+    "ModelFile",
+    "Place",
+    "missing_weights",
+    "parse_config",
+]
 
 MAX_FILES = 4096
+_MAX_CONFIG_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = MAX_FILES * 1024
 _MAX_NAME, _MAX_PART = 512, 200
 _MAX_FILE_BYTES = 2**50
@@ -90,7 +100,7 @@ class Folder:
         self._source = path if source is None or not source.is_dir() else source
 
     def manifest(self) -> Manifest | None:
-        """What this host has of the model; None without its config.json."""
+        """The files that this host has of the model; None without its config.json."""
         if not (self._source / "config.json").is_file():
             return None
         return _manifest(
@@ -117,7 +127,7 @@ class HubCache:
         self.root = hub_directory(name)
 
     def manifest(self) -> Manifest | None:
-        """What this host has of the commit that refs/main names; None without a config.json."""
+        """The files that this host has of the commit that refs/main names; None without a config.json."""
         snapshot = hub_snapshot(self._name)
         if snapshot is None or not (snapshot / "config.json").is_file():
             return None
@@ -154,6 +164,11 @@ class HubCache:
 
 
 Place = Folder | HubCache
+
+
+def parse_config(path: Path) -> Any:
+    """The content of a config.json. Raises ValueError: it is too large, or not JSON; OSError: it cannot be read."""
+    return parse_json(read_bounded(path, _MAX_CONFIG_BYTES))
 
 
 def missing_weights(directory: Path, names: Sequence[str]) -> list[str]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+from mlxdist.base.byte_progress import byte_progress
 from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import Error, InvalidArgument, ResourceError
 from mlxdist.base.json_reader import parse_json
@@ -23,6 +22,7 @@ from .pull_rank import MARK
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from mlxdist.cluster.hostfile.options import HostSelection
 
@@ -67,7 +67,7 @@ def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pul
     arguments = {"to": "", **where, "hub": hub} | ({"model": model} if hub else {})
     hostfile = selection.hostfile or Hostfile(tuple(selection.hosts()))
     names = [host.name for host in hostfile.hosts]
-    with _progress(console) as progress:
+    with byte_progress(console) as progress:
         problem = ""
         if hub:
             try:
@@ -143,15 +143,3 @@ def _first_cause(errors: Sequence[Mapping[str, Any]], hostfile: Hostfile) -> str
         rank, text = named, text.rpartition(" [rank ")[0]
     kept = _KEPT if first["kind"] in _CONSEQUENCES else ""
     return f"{hostfile.hosts[rank].name}: {printable(text)}{kept}"
-
-
-def _progress(console: Console) -> Progress:
-    """A bar on a terminal; nothing elsewhere, and nothing of it stays."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

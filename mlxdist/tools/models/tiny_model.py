@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlxdist.base.disk_space import require_room
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
-from mlxdist.base.validation import fields_of, number, read_bounded, suggestion
+from mlxdist.base.validation import fields_of, number, suggestion
 
+from .places import parse_config
 from .small_config import LAYERS, SIZES, small_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["make_tiny_model", "read_config"]
 
-_MAX_CONFIG_BYTES = 16 * 2**20
 _MOST = 2**31 - 1
 _MOST_LAYERS = 1024
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -38,7 +37,7 @@ def read_config(source: str) -> tuple[dict[str, Any], Path]:
     path = Path(os.path.expanduser(source))
     path = path if path.is_file() else model_directory(source) / "config.json"
     try:
-        config = parse_json(read_bounded(path, _MAX_CONFIG_BYTES))
+        config = parse_config(path)
     except ValueError as error:
         raise InvalidArgument(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -134,7 +133,7 @@ def _extra(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any
 
 
 def _require_few_layers(config: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument: to make the modules of so many layers would take all memory."""
+    """Raises InvalidArgument: there are more layers than memory has room for the modules of."""
     for name, value in config.items():
         if isinstance(value, dict):
             _require_few_layers(value)

@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mlxdist.base import logger
+from mlxdist.base.byte_progress import byte_progress
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import Checkpoint
@@ -287,8 +287,6 @@ def _put(model: nn.Module, shard: Shard, array: mx.array) -> None:
 @contextmanager
 def _progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Any]]:
     """A bar of bytes on a terminal; elsewhere, as behind the launcher, a line now and then."""
-    console = Console(stderr=True)
-    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     done, printed = 0, time.monotonic()
 
     def advance(count: int) -> None:
@@ -299,8 +297,8 @@ def _progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], An
             print(f"mlxdist: {what}: {size(done)} of {size(total)}", file=sys.stderr, flush=True)
             printed = time.monotonic()
 
-    with Progress(*columns, console=console, transient=True, disable=not shown or not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with byte_progress(Console(stderr=True), shown=shown) as bar:
+        task = bar.add_task(what, total=total)
         yield advance
 
 
