@@ -29,8 +29,8 @@ def pull(selection: HostSelection, to: str, as_json: bool, model: str) -> None:
 
     MODEL is the name of a model on the Hugging Face Hub, which goes to the cache that `hf download` uses, or a folder
     on the first host. The first host downloads it; then hosts send it to each other over the links that jobs use, and
-    each passes on what it receives. What hosts have already is compared by SHA-256 and not sent again; type the same
-    command again to go on after an interruption. Disks are checked for room before anything is written.
+    each passes on what it receives. What hosts have already is compared by SHA-256 and kept; type the same command
+    once more to go on after an interruption. Disks are checked for room before anything is written.
 
     Exit status 0 if every host has the model, 1 if one has failed.
     """

@@ -2,7 +2,7 @@
  * The probe of devices with a peer: how long messages may be, and how they arrive. The functions are in mlxdist.h.
  *
  * It has a transport of its own, before there is that of a group: an endpoint for each peer, with the queue pairs that
- * a group's would have, two a link, since a device may have three in all. In each round they are made anew, because a
+ * a group's would have, two a link, since a device may have three in all. In each round they are re-created, because a
  * message that does not fit its receive may break them. What fails is what the probe is for: it is a finding.
  */
 #pragma once

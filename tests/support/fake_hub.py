@@ -20,7 +20,7 @@ COMMIT = "89abcdef01234567" * 2 + "89abcdef"
 
 
 class Hub(ThreadingHTTPServer):
-    """``sent``: the bytes of each file that it has sent; ``cut``: after so many bytes of a large file it breaks off,
+    """``sent``: the bytes of each file that it has sent; ``cut``: the number of bytes after which it ends a large file,
     once; ``wrong``: whether large files arrive with other bytes."""
 
     def __init__(self, address: tuple[str, int], folder: Path, name: str) -> None:

@@ -255,7 +255,7 @@ class _StandIn:
 
 
 def _kinds(model: nn.Module) -> list[nn.Module]:
-    """One of this rank's layers of each kind."""
+    """Returns one of this rank's layers of each kind."""
     layers = [model.layers[number] for number in reversed(_own_layers(model))]
     # By their names: each layer of a stage has a class of its own, with the name of mlx-lm's.
     names = [tuple((type(one).__module__, type(one).__qualname__) for one in layer.modules()) for layer in layers]

@@ -128,7 +128,7 @@ class Device:
         return self.is_thunderbolt and self.provider != "soft"
 
     def found_in_words(self) -> dict[str, str]:
-        """What probes have found, for people; empty where there was none."""
+        """The results of probes, for people; empty where there was none."""
         words = self.probe.in_words() if self.probe else {}
         if self.peer_probe:
             return words | self.peer_probe.in_words()

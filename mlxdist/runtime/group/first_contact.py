@@ -41,7 +41,7 @@ class _End(NamedTuple):
 
 
 class _Cable(NamedTuple):
-    """What connects two devices. ``ranks``: the two that try it; ``links``: theirs by it."""
+    """A connection of two devices. ``ranks``: the two that try it; ``links``: theirs by it."""
 
     ranks: tuple[int, int]
     links: tuple[Link, Link]

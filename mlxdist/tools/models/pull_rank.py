@@ -1,4 +1,4 @@
-"""What `mlxdist pull` runs on hosts, as ranks of jobs: a download on one, then the spread to all.
+"""The ranks of jobs that `mlxdist pull` runs on hosts: a download on one, then the spread to all.
 
 Its argument is JSON: {"step": "fetch" or "spread", "model", "to", "hub", "fetched"}. Each rank prints lines of JSON
 after `MARK`: progress, an error, and rank 0 the result.
@@ -24,7 +24,7 @@ _PROGRESS_SECONDS = 0.2
 
 
 def place_of(model: str, to: str, hub: bool) -> Place:
-    """Where a model is on this host, or will be.
+    """The place of a model on this host, or where it will be.
 
     Args:
         model: the name of a model of the hub, or an absolute path.

@@ -28,7 +28,7 @@ __all__ = ["Spread", "spread"]
 
 @dataclass(frozen=True)
 class Spread:
-    """What has been done. ``files`` and ``size``: of the model; ``received``: bytes that each rank has written."""
+    """The result. ``files`` and ``size``: of the model; ``received``: bytes that each rank has written."""
 
     files: int
     size: int
@@ -129,7 +129,7 @@ def _found(name: str, commit: str, manifests: Sequence[Manifest | None]) -> tupl
 def _compare(
     group: Group, place: Place, manifest: Manifest, sources: Sequence[int], on_progress: Callable[[str, int, int], Any]
 ) -> list[_Part]:
-    """What each rank has of each file, as far as it is right."""
+    """Compares what each rank has of each file with the source, and returns what is right."""
     rank = group.rank()
     own = np.zeros(len(sources), np.int64)
     with agreed("pull", group):

@@ -1,4 +1,4 @@
-"""One file of a model from a rank that has it to the ranks that lack it, in chunks, with the SHA-256 of all of it.
+"""Sends a file of a model from a rank that has it to those that lack it, in chunks, with the SHA-256 of all of it.
 
 The chunks are broadcasts, in which ranks pass on what they have received. What a rank has of the file already, an
 interrupted transfer or an older copy, is kept if its SHA-256 is that of as many bytes of the source.
