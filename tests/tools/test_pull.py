@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -203,6 +204,25 @@ def test_downloads_that_arrive_damaged_are_removed(hub, model):
     run("pull", "org/tiny")
     for weights in (model / "model.safetensors", second):
         assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
+
+
+@pytest.mark.long
+def test_a_download_whose_check_was_interrupted_is_checked_by_the_next_pull(hub, model, tmp_path):
+    """The process is killed when all bytes have come, and before they are compared with their SHA-256."""
+    hub.wrong = True
+    killed = tmp_path / "killed.py"
+    killed.write_text(
+        "import os, signal\nfrom mlxdist.tools.models import fetch\n"
+        "fetch.beginnings = lambda path, lengths: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "fetch.fetch('org/tiny', lambda what, done, of: None)\n"
+    )
+    assert subprocess.run([sys.executable, killed], timeout=100).returncode == -signal.SIGKILL
+    hub.wrong = False
+    assert "has arrived damaged" in run("pull", "org/tiny", status=1).stderr
+    run("pull", "org/tiny")
+    weights = model / "model.safetensors"
+    assert (model_directory("org/tiny") / weights.name).read_bytes() == weights.read_bytes()
+    assert not list(model_directory("org/tiny").parents[1].glob(".mlxdist*"))
 
 
 @pytest.mark.long

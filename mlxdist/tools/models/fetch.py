@@ -2,17 +2,23 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.disk_space import require_room
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.model_directory import hub_directory
+from mlxdist.base.validation import read_bounded
 
-from .transfer import beginnings
+from .transfer import beginnings, write_lock
 
 __all__ = ["fetch"]
+
+_UNCHECKED = ".mlxdist-unchecked"  # there while a download is not checked; the blobs that were there before it
+_MAX_NAMES_BYTES = 2**20
 
 
 def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
@@ -29,7 +35,7 @@ def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
 
     Raises:
         InvalidArgument: there is no huggingface_hub here; or the model cannot be downloaded, and is not in the cache.
-        ResourceError: the disk has no room for it, or a file has arrived damaged.
+        ResourceError: the disk has no room for it, a file has arrived damaged, or another pull writes there, too.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns when there is no PyTorch
     try:
@@ -54,11 +60,11 @@ def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
 
     with open(os.devnull, "w") as nowhere:
         try:
-            _require_room(model, DEFAULT_ALLOW_PATTERNS, Bar)
-            before = set(_blobs(model))
-            found = Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=Bar))
-            _verify([blob for blob in _blobs(model) if blob not in before])
-            return found
+            directory = hub_directory(model)
+            sizes = _sizes_to_download(model, DEFAULT_ALLOW_PATTERNS, Bar)
+            require_room(directory, sum(sizes), model)
+            with _checked(directory) if sizes or (directory / _UNCHECKED).exists() else nullcontext():
+                return Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=Bar))
         except ResourceError:
             raise
         except Exception as error:  # of the hub, of HTTP, of the cache: there are many kinds
@@ -66,9 +72,37 @@ def fetch(model: str, on_progress: Callable[[str, int, int], Any]) -> Path:
             raise InvalidArgument(f"{model} cannot be fetched from the Hugging Face Hub: {text}") from error
 
 
-def _blobs(model: str) -> list[Path]:
+@contextmanager
+def _checked(directory: Path) -> Iterator[None]:
+    """Locks the directory, and checks what a download adds and what one has added whose check was interrupted.
+
+    Raises:
+        ResourceError: some of it is damaged, and removed; or another pull writes there.
+    """
+    note = directory / _UNCHECKED
+    with write_lock(directory):
+        if note.exists():
+            before = set(read_bounded(note, _MAX_NAMES_BYTES).decode().split())
+        else:
+            before = {blob.name for blob in _blobs(directory)}
+            replace_file(note, "\n".join(before), 0o644)
+        unchecked = True
+        try:
+            yield
+            _verify(_others(directory, before))
+            unchecked = False
+        finally:
+            if not (unchecked and _others(directory, before)):  # else the next pull would take them for right
+                note.unlink()
+
+
+def _others(directory: Path, names: set[str]) -> list[Path]:
+    return [blob for blob in _blobs(directory) if blob.name not in names]
+
+
+def _blobs(directory: Path) -> list[Path]:
     """The contents in the cache whose name is their SHA-256: those of large files."""
-    return [path for path in (hub_directory(model) / "blobs").glob("*") if len(path.name) == 64]
+    return [path for path in (directory / "blobs").glob("*") if len(path.name) == 64]
 
 
 def _verify(blobs: list[Path]) -> None:
@@ -85,14 +119,13 @@ def _verify(blobs: list[Path]) -> None:
         )
 
 
-def _require_room(model: str, patterns: list[str], bar: type) -> None:
-    """Raises ResourceError: the disk of the cache has no room for what a download will write."""
+def _sizes_to_download(model: str, patterns: list[str], bar: type) -> list[int]:
+    """The sizes of the files that are not in the cache; none where the hub does not answer."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
     try:
         files = snapshot_download(model, allow_patterns=patterns, tqdm_class=bar, dry_run=True)
-    except DryRunError:  # the hub does not answer; what is in the cache needs no room
-        return
-    wanted = sum(file.file_size or 0 for file in files if not file.is_cached)
-    require_room(hub_directory(model), wanted, model)
+    except DryRunError:
+        return []
+    return [file.file_size or 0 for file in files if not file.is_cached]

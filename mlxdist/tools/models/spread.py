@@ -21,7 +21,7 @@ from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather
 
 from .places import MAX_MANIFEST_BYTES, Manifest, ModelFile, Place
-from .transfer import Members, equal_beginnings, held_bytes, partial_path, receive, send, write_lock
+from .transfer import Members, equal_beginnings, held_bytes, partial_bytes, partial_path, receive, send, write_lock
 
 __all__ = ["Spread", "spread"]
 
@@ -77,14 +77,17 @@ def spread(
         Aborted, PeerLost: another rank has failed; what has arrived is kept for the next time.
     """
     manifest, sources = _agree_on_files(group, place, offers)
-    parts = _compare(group, place, manifest, sources, on_progress)
     rank = group.rank()
     with ExitStack() as locks:
         with agreed("pull", group):
-            wanted = [part for part in parts if rank in part.takers]
-            if wanted:
-                require_room(place.root, sum(part.file.size - max(0, part.held[rank]) for part in wanted), "the model")
+            if any(source != rank for source in sources):  # this rank may lack some of it
                 locks.enter_context(write_lock(place.root))
+        parts = _compare(group, place, manifest, sources, on_progress)
+        with agreed("pull", group):
+            wanted = [place.writable(manifest, part.file) for part in parts if rank in part.takers]
+            size = sum(part.file.size for part in parts if rank in part.takers)
+            # What an interrupted transfer has left is kept or written over.
+            require_room(place.root, size - sum(partial_bytes(path) for path in wanted), "the model")
         received = _transfer(group, place, manifest, parts, on_progress)
         with agreed("pull", group):
             place.finish(manifest)

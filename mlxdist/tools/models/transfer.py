@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "beginnings",
     "equal_beginnings",
     "held_bytes",
+    "partial_bytes",
     "partial_path",
     "receive",
     "send",
@@ -51,9 +52,14 @@ def held_bytes(path: Path, size: int) -> int:
     or MISSING."""
     if path.is_file() and path.stat().st_size == size:
         return size
-    part = partial_path(path)
     # One byte less than all: then the end of the transfer, with its checks, is still to come.
-    return min(part.stat().st_size, size - 1) if part.is_file() else MISSING
+    return min(partial_bytes(path), size - 1) if partial_path(path).is_file() else MISSING
+
+
+def partial_bytes(path: Path) -> int:
+    """The size of what an interrupted transfer has left of a file."""
+    part = partial_path(path)
+    return part.stat().st_size if part.is_file() else 0
 
 
 def beginnings(path: Path, lengths: Sequence[int]) -> dict[int, Any]:
@@ -124,7 +130,8 @@ class Members:
 
 @contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
-    """No other process pulls into the directory meanwhile. The system releases it however this process ends.
+    """No other process pulls into the directory meanwhile. The system releases it however this process ends. A
+    directory that is empty then is removed.
 
     Raises:
         ResourceError: another process does, or the directory cannot be made.
@@ -139,7 +146,11 @@ def write_lock(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ResourceError(f"another `mlxdist pull` writes to {directory}; wait for its end") from None
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it is not empty
+                directory.rmdir()
     finally:
         os.close(descriptor)
 
