@@ -47,6 +47,7 @@ from .refusal import Refusal
 __all__ = ["application"]
 
 _BODY_SECONDS = 60.0  # that a client may take to send all of a body
+_LARGE = 128 << 10  # bytes of a body whose check may take longer than a step; millions of small items take seconds
 _STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -131,6 +132,9 @@ class _Api:
         ]
         self.http_metrics = HttpMetrics([route.path for route in self.routes])
         self._running = 0  # requests in progress
+        self._large = (
+            asyncio.Lock()
+        )  # for one at a time: Python runs one thread at a time, and the loop needs its turns
 
     async def chat(self, request: Request) -> ASGIApp:
         return self._answering(await self._parsed(request, ChatRequest))
@@ -187,7 +191,12 @@ class _Api:
             self._running -= 1
 
     async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
-        return parse(await _body(request), kind, ignore_unknown=self._options.ignore_unknown_fields)
+        body = await _body(request)
+        checked = partial(parse, body, kind, ignore_unknown=self._options.ignore_unknown_fields)
+        if len(body) < _LARGE:
+            return checked()
+        async with self._large:
+            return await asyncio.to_thread(checked)
 
     def _stable(self, request: Request, parsed: _Headed) -> _Headed:
         """The request, for the prefix cache."""

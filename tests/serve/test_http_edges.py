@@ -1,7 +1,9 @@
 """Edges of HTTP: requests before a client closes its side, names of loopback, the log of an answer that fails."""
 
 import contextlib
+import json
 import socket
+import sys
 
 import pytest
 from rank_zero import ADMITTED, answer, events_of, launcher_server, read_all, said, started
@@ -9,6 +11,7 @@ from waiting import wait_for
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli.serve import _http_options, serve
+from mlxdist.serve.api import parse
 from mlxdist.serve.http_options import HttpOptions
 from mlxdist.serve.http_server import HttpServer
 from mlxdist.serve.listener import listen
@@ -61,3 +64,26 @@ def test_the_log_has_the_tokens_of_an_answer_that_has_not_finished(capfd, client
     lines = []
     assert wait_for(lambda: lines.extend(capfd.readouterr().err.splitlines()) or any(": timeout" in x for x in lines))
     assert any("200, 3 (1 cached) + 7 tokens, " in line for line in lines)
+
+
+def test_others_have_their_turns_while_a_large_body_is_checked(client):
+    """Its hundred thousand messages take seconds: the loop runs callbacks in them."""
+    loop, seen, ended = client.server.loop, [], False
+
+    def look():
+        frames = list(sys._current_frames().values())
+        while frames:
+            frame = frames.pop()
+            if frame.f_code is parse.__code__:
+                seen.append(frame)
+            elif frame.f_back is not None:
+                frames.append(frame.f_back)
+        if not (ended or seen):
+            loop.call_later(0.001, look)
+
+    loop.call_soon_threadsafe(look)
+    messages = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4000}] * 25}
+    status, found, _ = client.request("POST", "/v1/chat/completions", json.dumps(messages).encode())
+    ended = True
+    assert status == 503, found  # after the check: there is no rank 0
+    assert seen
