@@ -1,10 +1,9 @@
-"""A server for hours, in short: random requests of all kinds by many clients, and nothing that differs or grows.
+"""A server for hours, in short: random requests of all kinds by clients of four APIs, and nothing differs or grows.
 
 `--soak-requests=2000` has as many for each server, which is what a release is tried with.
 """
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -13,18 +12,19 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from four_apis import APIS, BODIES, CHAT, LACKS, TEXT, clients_of
 from mlx_lm import load, stream_generate
 from rounding import SEEDS, rounded_again
-from serving import ServerProcess, post, random_request, save_model_folder
+from serving import ServerProcess, post, random_request, save_adapters, save_model_folder
 from waiting import late, wait_for
 
 from mlxdist.tools.bench.byte_model import save_byte_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CLIENTS = 12
 OPTIONS = ("--prefill-step-size", 64, "--prompt-cache-tokens", 1000)
-QUANTIZED = ("--kv-bits", 8, "--kv-group-size", 32)
+QUANTIZED = ["--kv-bits", 8, "--kv-group-size", 32]
+ADAPTERS = ("first", "second")  # their names
 RESIDENT = 24 << 20  # bytes of a process that are no leak: Python's heap and MLX's cache have their own sizes
 ACTIVE = 16 << 10  # bytes of MLX, of which all are counted
 # mlx-lm reads calls of tools between two tokens of this template.
@@ -50,20 +50,39 @@ TOOLS = [
 ]
 
 
-def make_model(folder, seed=1):
-    save_model_folder(folder, seed=seed, vocab_size=CALL_END + 1, head_dim=32, max_position_embeddings=2048)
-    save_byte_tokenizer(folder, "<|end|>", ["<|message|>", "<tool_call>", "</tool_call>"], TEMPLATE)
-    return folder
+class Models:
+    """Folders of models, each made when a test first asks for it."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __call__(self, kind, seed=1):
+        folder = self._folder / kind / str(seed) / "tiny"
+        if not folder.exists():
+            fields = {"vocab_size": CALL_END + 1, "max_position_embeddings": 2048}
+            save_model_folder(folder, kind, seed, **(fields | {"head_dim": 32} if kind == "qwen3" else fields))
+            save_byte_tokenizer(folder, "<|end|>", ["<|message|>", "<tool_call>", "</tool_call>"], TEMPLATE)
+        return folder
+
+    def options(self, kind, *options):
+        """The options of a server. It answers by names of ADAPTERS where they ask for adapters."""
+        names = {
+            "DRAFT": [self(kind, seed=2)],
+            "ADAPTERS": [f"--adapter={name}={path}" for name, path in self._adapters(kind)],
+        }
+        return [each for option in options for each in names.get(option, [option])]
+
+    def _adapters(self, kind):
+        paths = [self._folder / kind / name for name in ADAPTERS]
+        for seed, path in enumerate(paths):
+            if not path.exists():
+                save_adapters(path, self(kind), seed)
+        return zip(ADAPTERS, paths)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("draft") / "draft", seed=2)
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def random_chat(generator):
@@ -89,49 +108,33 @@ def random_chat(generator):
 
 
 def random_question(generator):
-    """Path and body of a request."""
-    path = generator.choice([CHAT, TEXT])
-    body = random_chat(generator) if path == CHAT else random_request(generator)
+    """An API, and what it is asked: a chat as /v1/chat/completions has it, or a completion."""
+    api = generator.choice(APIS)
+    body = random_request(generator) if api == TEXT else random_chat(generator)
     if "tools" not in body and generator.random() < 0.2:
         body |= generator.choice(GRAMMARS)
-    return path, body
-
-
-def content(path, parts):
-    """The content of an answer: of one part if it is whole, else of the parts of its stream together."""
-    text, calls, reason = "", [], None
-    for part in parts:
-        for choice in part["choices"]:
-            said = choice.get("message") or choice.get("delta") or {}
-            text += (choice["text"] if path == TEXT else said.get("content")) or ""
-            calls += [
-                (call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls") or []
-            ]
-            reason = choice["finish_reason"] or reason
-    used = next(part["usage"]["completion_tokens"] for part in reversed(parts) if part.get("usage"))
-    return text, calls, reason, used
-
-
-def ask(server, path, body, streams):
-    if not streams:
-        return content(path, [server.ask(body, path, 300)])
-    *parts, done = server.stream(body | {"stream_options": {"include_usage": True}}, path)
-    assert done == "[DONE]", parts[-1:]
-    return content(path, list(map(json.loads, parts)))
+    return api, {name: value for name, value in body.items() if name not in LACKS.get(api, ())}
 
 
 @pytest.fixture(scope="module")
-def questions(model, draft, pytestconfig):
-    """A function: random requests, each with the answer of one process that has nothing else to do."""
+def questions(models, pytestconfig):
+    """A function: random requests, each with the answer of one process that has nothing else to do, to all chats by
+    the same API."""
     found = {}
     generator = random.Random(pytestconfig.getoption("--choice") or 7)
     asked = [random_question(generator) for _ in range(pytestconfig.getoption("--soak-requests"))]
+    named = [(api, body | {"model": generator.choice(["tiny", *ADAPTERS])}) for api, body in asked]
 
-    def answered(*options):
-        if options not in found:
-            with ServerProcess(model, 1, *OPTIONS, *options) as one:
-                found[options] = [(path, body, ask(one, path, body, False)) for path, body in asked]
-        return found[options]
+    def answered(kind="qwen3", *options):
+        if (kind, options) not in found:
+            with (
+                ServerProcess(models(kind), 1, *OPTIONS, *models.options(kind, *options)) as one,
+                clients_of(one) as to,
+            ):
+                given = named if "ADAPTERS" in options else asked
+                answers = [to.ask(TEXT if api == TEXT else CHAT, body, False) for api, body in given]
+                found[kind, options] = [(*each, answer) for each, answer in zip(given, answers)]
+        return found[kind, options]
 
     return answered
 
@@ -142,21 +145,21 @@ def test_the_questions_are_of_all_kinds(questions):
     assert {reason for _, _, reason, _ in answers} == {"stop", "length", "tool_calls"}
     calls = [call for _, calls, *_ in answers for call in calls]
     assert {name for name, _ in calls} == {"find", "greet"}
-    assert all(set(json.loads(arguments)) == {"name", "age"} for _, arguments in calls)
+    assert all(set(arguments) == {"name", "age"} for _, arguments in calls)
 
 
-def test_one_process_answers_as_mlx_lm(model, questions):
+def test_one_process_answers_as_mlx_lm(models, questions):
     """The others are compared with this: greedy completions and chats, without grammars and calls."""
-    loaded, tokenizer = load(str(model))
+    loaded, tokenizer = load(str(models("qwen3")))
     compared = 0
-    for path, body, (text, *_) in questions():
+    for api, body, (text, *_) in questions():
         greedy = not {"tools", "temperature", "logit_bias", "repetition_penalty", "response_format"} & set(body)
         if not greedy or "structured_outputs" in body:
             continue
-        prompt = body["prompt"] if path == TEXT else tokenizer.apply_chat_template(body["messages"], tokenize=False)
-        tokens = tokenizer.encode(prompt, add_special_tokens=path == TEXT)
+        prompt = body["prompt"] if api == TEXT else tokenizer.apply_chat_template(body["messages"], tokenize=False)
+        tokens = tokenizer.encode(prompt, add_special_tokens=api == TEXT)
         made = "".join(each.text for each in stream_generate(loaded, tokenizer, tokens, max_tokens=body["max_tokens"]))
-        if path == CHAT and "<tool_call>" in made:  # what follows is no content
+        if api != TEXT and "<tool_call>" in made:  # what follows is no content
             continue
         ends = [made.find(word) for word in body.get("stop", []) if word in made]
         assert text.rstrip("\ufffd") == (made[: min(ends)] if ends else made).rstrip("\ufffd"), body
@@ -193,44 +196,52 @@ def without_rounding(differ, model, folder):
         moved = shutil.copytree(model, folder / str(seed))
         weights = rounded_again(mx.load(str(model / "model.safetensors")), seed)
         mx.save_safetensors(str(moved / "model.safetensors"), weights, {"format": "mlx"})
-        with ServerProcess(moved, 1, *OPTIONS, *QUANTIZED) as one:
-            differ = [each for each in differ if ask(one, *each[:2], False) == each[3]]
+        with ServerProcess(moved, 1, *OPTIONS, *QUANTIZED) as one, clients_of(one) as to:
+            differ = [each for each in differ if to.ask(*each[:2], False) == each[3]]
     return differ
 
 
 @pytest.mark.parametrize(
-    "ranks, options",
+    "kind, ranks, options",
     [
-        (2, []),
-        (3, []),
-        (2, ["--split-blocks"]),
-        (3, ["--split-blocks"]),
-        (2, QUANTIZED),
-        (3, QUANTIZED),
-        (2, ["--pipeline"]),
-        (3, ["--pipeline"]),
-        (2, ["--prompt-lookup"]),
-        (3, ["--draft-model", "DRAFT"]),
+        ("qwen3", 2, []),
+        ("qwen3", 3, []),
+        ("qwen3", 2, ["--split-blocks"]),
+        ("qwen3", 3, ["--split-blocks"]),
+        ("qwen3", 2, QUANTIZED),
+        ("qwen3", 3, QUANTIZED),
+        ("qwen3", 2, ["--pipeline"]),
+        ("qwen3", 3, ["--pipeline"]),
+        ("qwen3", 2, ["--prompt-lookup"]),
+        ("qwen3", 3, ["--draft-model", "DRAFT"]),
+        ("qwen3", 2, ["--pipeline", "--prompt-lookup"]),
+        ("qwen3", 2, ["ADAPTERS"]),
+        ("gemma3_text", 2, ["--draft-model", "DRAFT"]),  # sliding windows
+        ("qwen3_next", 2, ["--prompt-lookup"]),  # recurrent states
     ],
 )
-def test_every_answer_is_that_of_one_process_and_nothing_grows(tmp_path, model, draft, questions, ranks, options):
+def test_every_answer_is_that_of_one_process_and_nothing_grows(tmp_path, models, questions, kind, ranks, options):
     """They overlap, are whole or streamed; of every sixth the client asks for more first, and leaves."""
-    asked = questions(*(options if options is QUANTIZED else []))
+    model = models(kind)
+    asked = questions(kind, *(options if options in (QUANTIZED, ["ADAPTERS"]) else []))
     differ: list[object] = []
 
     def take(number):
-        path, body, expected = asked[number]
+        api, body, expected = asked[number]
         streams = number % 2 == 0
         if number % 6 == 0:
-            leaves = body | {"max_tokens": 400, "logit_bias": {"256": -100}, "stream": number % 4 == 0}
-            with server.raw(post(leaves, path)):
+            leaves = body | {"max_tokens": 400} | ({} if api in LACKS else {"logit_bias": {"256": -100}})
+            with server.raw(post(BODIES[api](leaves) | {"stream": number % 4 == 0}, api)):
                 late(0.02 * (number % 4))
-        found = ask(server, path, body, streams)
+        found = to.ask(api, body, streams)
         if found != expected:
-            differ.append((path, body, streams, expected, found))
+            differ.append((api, body, streams, expected, found))
 
-    given = [draft if option == "DRAFT" else option for option in options]
-    with ServerProcess(model, ranks, *OPTIONS, *given) as server, ThreadPoolExecutor(CLIENTS) as threads:
+    with (
+        ServerProcess(model, ranks, *OPTIONS, *models.options(kind, *options)) as server,
+        clients_of(server) as to,
+        ThreadPoolExecutor(CLIENTS) as threads,
+    ):
         order = list(range(len(asked)))
         list(threads.map(take, order))  # which warms it up, too: children start when calls wait, and heaps grow
         active, before = at_rest(server)
