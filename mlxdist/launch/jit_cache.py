@@ -1,9 +1,11 @@
-"""The JIT cache: directories for the kernels that MLX compiles at run time, one per rank.
+"""The JIT cache: the kernels that MLX compiles at run time, for all jobs of a user.
 
-MLX's CPU backend compiles fused operations with the system's C++ compiler into <temporary directory>/mlx, and all
-processes share what they find there. While that is cold they race: a rank may load a library that another one has
-only half written. So every rank gets a temporary directory of its own, in which `mlx` is a link to a directory that
-only this rank of this job uses, and that later jobs inherit: their kernels are compiled already.
+MLX's CPU backend compiles fused operations with the system's C++ compiler into <temporary directory>/mlx. Every rank
+has a temporary directory of its own, in which `mlx` is a link to one directory of the user. A kernel is compiled once:
+MLX gives a library its name when it is complete, so that ranks may share them.
+
+MLX's CUDA backend writes kernels under their names, and a rank could read half of one. So each rank of a host with
+NVIDIA GPUs has a copy of the user's kernels. A job that succeeds adds its own, unless others run at the same time.
 """
 
 import contextlib
@@ -17,73 +19,76 @@ from mlxdist.base.private_files import make_private_directory, open_private
 
 __all__ = ["JitCache"]
 
-# Jobs that run at the same time use different slots; one more than these starts cold. Tests run 15 at the same time.
-SLOTS = 16
-# A slot whose ranks have more kernels than this is emptied: programs change, and nothing else ever removes the old.
+# A cache with more files is emptied: programs change, and nothing else ever removes the old.
 MAX_FILES = 10_000
+_PTX = "MLX_PTX_CACHE_DIR"  # MLX's variable
 
 
 class JitCache:
-    """A slot of the user's cache, locked until ``close``; or a directory inside the job's, if all slots are taken."""
+    """The user's cache, in use until ``close``; or a directory inside the job's, where there cannot be one.
 
-    def __init__(self, job_directory: Path) -> None:
+    Args:
+        job_directory: the job's, which is removed at its end.
+        has_gpus: whether the host has NVIDIA GPUs.
+    """
+
+    def __init__(self, job_directory: Path, has_gpus: bool) -> None:
         self._lock: int | None = None
-        self.directory = self._take_slot() or job_directory / "jit"
-        self._unfinished = self.directory / "unfinished"
-        if self._lock is not None:
-            self._remove_unfinished()
-            self._unfinished.touch()
+        self.directory = self._of_user() or job_directory / "jit"
+        self._of_ranks = job_directory / "ptx" if has_gpus else None
 
-    def link(self, temporary_directory: Path, local_rank: int) -> None:
-        """Makes `mlx` in a rank's temporary directory point to that rank's kernels."""
-        kernels = self.directory / str(local_rank)
-        kernels.parent.mkdir(parents=True, exist_ok=True)
-        if make_private_directory(kernels):  # else the rank has none from before
-            (temporary_directory / "mlx").symlink_to(kernels, target_is_directory=True)
+    def link(self, temporary_directory: Path, local_rank: int) -> dict[str, str]:
+        """Makes `mlx` in a rank's temporary directory point to the kernels. Returns the rank's variables."""
+        self.directory.mkdir(exist_ok=True)
+        (temporary_directory / "mlx").symlink_to(self.directory, target_is_directory=True)
+        if self._of_ranks is None:
+            return {}
+        own = self._of_ranks / str(local_rank)
+        own.parent.mkdir(exist_ok=True)
+        if (self.directory / "ptx").is_dir():
+            shutil.copytree(self.directory / "ptx", own)
+        return {_PTX: str(own)}
+
+    def keep(self) -> None:
+        """Keeps what the ranks have compiled for GPUs, once they have ended, none by a signal: all is complete then."""
+        if self._lock is not None and self._of_ranks is not None and self._is_alone():
+            for own in self._of_ranks.glob("*"):
+                shutil.copytree(own, self.directory / "ptx", dirs_exist_ok=True)
 
     def pass_on(self) -> tuple[int, ...]:
-        """The descriptor that holds the lock: the slot stays taken while a process that inherits it runs."""
+        """The descriptor that holds the lock: the cache is in use while a process that inherits it runs."""
         return () if self._lock is None else (self._lock,)
 
-    def close(self, succeeded: bool) -> None:
-        """Releases the slot. ``succeeded``: no rank was killed, so every kernel is complete."""
+    def close(self) -> None:
+        """Releases the cache."""
         if self._lock is not None:
-            if succeeded:
-                self._unfinished.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
-    def _take_slot(self) -> Path | None:
+    def _of_user(self) -> Path | None:
         # Without a home directory, on a disk that is read-only or full, or a file system without locks: none.
         with contextlib.suppress(OSError, RuntimeError):
-            parent = cache_directory() / "jit"
-            parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            found = cache_directory() / "jit"
+            found.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Ranks load the libraries that they find there: nothing of it may be another user's.
-            if not all(make_private_directory(directory) for directory in (parent.parent, parent)):
+            if not all(make_private_directory(directory) for directory in (found.parent, found)):
                 return None
-            for number in range(SLOTS):
-                slot = parent / str(number)
-                if not make_private_directory(slot):
-                    continue
-                lock = open_private(slot / "lock", os.O_RDWR | os.O_CREAT)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    os.close(lock)
-                    continue
-                self._lock = lock
-                return slot
+            self._lock = open_private(found / "lock", os.O_RDWR | os.O_CREAT)
+            try:
+                if self._is_alone() and sum(len(files) for _, _, files in os.walk(found)) > MAX_FILES:
+                    for kernels in found.glob("*/"):
+                        shutil.rmtree(kernels, ignore_errors=True)
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                self.close()
+                return None
+            return found
         return None
 
-    def _remove_unfinished(self) -> None:
-        """Removes libraries that a killed rank may have written in part: MLX would load them in every later job."""
-        # Not Path objects, which take longer to make: there may be thousands of files, at each start of a job.
-        files = [os.path.join(parent, name) for parent, _, names in os.walk(self.directory) for name in names]
-        if len(files) > MAX_FILES:
-            for rank in self.directory.glob("[0-9]*"):
-                shutil.rmtree(rank, ignore_errors=True)
-        elif self._unfinished.exists():
-            since = self._unfinished.stat().st_mtime
-            for path in files:
-                if os.path.splitext(path)[1] and os.stat(path).st_mtime >= since:  # neither the lock nor the mark
-                    os.unlink(path)
+    def _is_alone(self) -> bool:
+        """Whether no other job uses the cache; none begins to before the lock is shared or closed."""
+        assert self._lock is not None
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False

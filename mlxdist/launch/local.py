@@ -198,7 +198,7 @@ class LocalJob:
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             try:
                 self.directory.mkdir(mode=0o700)
-                self._cache = JitCache(self.directory)
+                self._cache = JitCache(self.directory, has_gpus=bool(visible_gpus()))
                 self.address, self.follower_port = "", 0
                 if self.first == 0:
                     listener = self._sockets["MLXDIST_RENDEZVOUS_FD"] = _listen(self.interface, self.port, self.size)
@@ -225,7 +225,7 @@ class LocalJob:
             self._awake.close()
         self._record.close()
         self._close_sockets()
-        self._cache.close(self.succeeded)
+        self._cache.close()
 
     def place_of_rank_0(self) -> Path:
         """Its temporary directory."""
@@ -236,16 +236,19 @@ class LocalJob:
         temporary = self.directory / str(rank)
         temporary.mkdir()
         local_rank = rank - self.first
-        self._cache.link(temporary, local_rank)
-        variables = self.variables | {
-            "MLXDIST_RENDEZVOUS": self.address,
-            "MLXDIST_SECRET": self.secret,
-            "MLXDIST_JOB": self.job,
-            "MLXDIST_RESTART_COUNT": str(self.restart),
-            "MLXDIST_ERROR_FILE": str(self.first_failure),
-            "MLXDIST_FLIGHT_DIR": self._record.job.flight,
-            "TMPDIR": str(temporary),
-        }
+        variables = (
+            self._cache.link(temporary, local_rank)
+            | self.variables
+            | {
+                "MLXDIST_RENDEZVOUS": self.address,
+                "MLXDIST_SECRET": self.secret,
+                "MLXDIST_JOB": self.job,
+                "MLXDIST_RESTART_COUNT": str(self.restart),
+                "MLXDIST_ERROR_FILE": str(self.first_failure),
+                "MLXDIST_FLIGHT_DIR": self._record.job.flight,
+                "TMPDIR": str(temporary),
+            }
+        )
         variables |= self.exports.variables | dict.fromkeys(self.exports.by_local_rank, str(local_rank))
         for name, text in self.exports.files.items():
             (temporary / name).write_text(text)
@@ -349,6 +352,8 @@ class LocalJob:
     def end(self) -> None:
         """Makes the reaper end what is left of the job, remove its directories and exit."""
         if not self._pipe.closed:
+            if self.succeeded:
+                self._cache.keep()
             self._notify_reaper("end")
             self._pipe.close()
 

@@ -1,15 +1,16 @@
 """What `mlxdist launch` gives its ranks, and what it refuses."""
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F401
-from waiting import late
 
 from mlxdist.cli import commands
 from mlxdist.launch import jit_cache
@@ -210,37 +211,11 @@ def test_unused_virtual_environment_is_used(monkeypatch):
     assert launch(1, "python", "-c", "import sys; print(sys.prefix)").stdout.decode() == f"[0] {sys.prefix}\n"
 
 
-KERNELS = "print(os.path.realpath(os.path.join(os.environ['TMPDIR'], 'mlx')))"
-
-
-def test_ranks_keep_their_compiled_kernels_for_this_user_only():
-    first, second = python(2, KERNELS).stdout, python(2, KERNELS).stdout
-    assert sorted(first.splitlines()) == sorted(second.splitlines())
-    assert len({line.split()[1] for line in first.splitlines()}) == 2
-
-
-def test_jobs_at_the_same_time_use_different_kernels():
-    with running(1, KERNELS + "\nstay()") as job:
-        other = python(1, KERNELS).stdout.decode()
-        assert other.startswith("[0] /") and other not in job.first_lines
-        job.terminate()
-        job.wait(10)
-    assert python(1, KERNELS).stdout.decode() in job.first_lines, "free again"
-
-
-def test_kernels_of_a_killed_rank_are_not_trusted():
-    write = "import os; open(os.path.join(os.environ['TMPDIR'], 'mlx', NAME), 'w'); "
-    list_ = "print(sorted(os.listdir(os.path.join(os.environ['TMPDIR'], 'mlx'))))"
-    assert python(1, write.replace("NAME", "'good.so'")).returncode == 0
-    late(0.02)  # of the file system's clock
-    assert python(1, write.replace("NAME", "'cut.so'") + "os.kill(os.getpid(), 9)").returncode == 137
-    assert python(1, list_).stdout == b"[0] ['good.so']\n"
-
-
 def test_without_a_place_for_kernels(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
-    job = python(2, KERNELS)
-    assert job.returncode == 0 and len({line.split()[1] for line in job.stdout.splitlines()}) == 2
+    job = python(2, "print(os.path.realpath(os.path.join(os.environ['TMPDIR'], 'mlx')))")
+    (directory,) = {line.split()[1] for line in job.stdout.decode().splitlines()}
+    assert job.returncode == 0 and directory.endswith("/jit") and not os.path.exists(directory)
 
 
 @pytest.mark.parametrize(
@@ -343,15 +318,60 @@ def test_a_temporary_directory_that_cannot_be_written(monkeypatch):
     assert b"Error: the job cannot be prepared in /proc/mlxdist-" in job.stderr and b"Traceback" not in job.stderr
 
 
+def test_a_kernel_is_compiled_once_for_all_ranks_and_jobs(tmp_path):
+    """A job that fails keeps it, too: a library has its name when it is complete."""
+    program = "import sys; import mlx.core as mx; mx.eval(mx.compile(lambda x: mx.exp(x) * x)(mx.ones(3))); sys.exit(3)"
+    compiled = set()
+    for _ in range(2):
+        assert launch(2, sys.executable, "-c", program).returncode == 3
+        (kernel,) = (tmp_path / "cache" / "mlxdist" / "jit").rglob("*.so")
+        compiled.add(kernel.stat().st_mtime_ns)
+    assert len(compiled) == 1
+
+
 def test_kernels_do_not_pile_up_for_ever(monkeypatch, tmp_path):
     monkeypatch.setattr(jit_cache, "MAX_FILES", 4)
     kept = []
     for job in range(3):
-        cache = jit_cache.JitCache(tmp_path)
-        kernels = cache.directory / "0"
-        kernels.mkdir(parents=True, exist_ok=True)
+        cache = jit_cache.JitCache(tmp_path, has_gpus=False)
+        kernels = cache.directory / "0.32.4"
+        kernels.mkdir(exist_ok=True)
         kept.append(len(list(kernels.iterdir())))
         for number in range(2):
             (kernels / f"{job}-{number}.so").touch()
-        cache.close(succeeded=True)
+        cache.close()
     assert kept == [0, 2, 0]  # at the third job: four kernels and the lock
+
+
+def test_kernels_of_a_job_that_runs_stay(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit_cache, "MAX_FILES", 0)
+    with contextlib.closing(jit_cache.JitCache(tmp_path, has_gpus=False)) as cache:
+        (cache.directory / "0.32.4").mkdir()
+        (cache.directory / "0.32.4" / "kernel.so").touch()
+        with contextlib.closing(jit_cache.JitCache(tmp_path, has_gpus=False)) as other:
+            assert other.directory == cache.directory
+        assert (cache.directory / "0.32.4" / "kernel.so").exists()
+
+
+def test_each_rank_has_its_own_kernels_for_gpus(tmp_path):
+    """MLX writes these under their name at once. Those of a job that succeeds are there for the next one."""
+
+    def run(job, succeeds):
+        """What each of two ranks finds. It writes a kernel with the name of the job."""
+        found = []
+        with contextlib.closing(jit_cache.JitCache(tmp_path / job, has_gpus=True)) as cache:
+            for rank in range(2):
+                (tmp_path / job / str(rank)).mkdir(parents=True)
+                own = Path(cache.link(tmp_path / job / str(rank), rank)["MLX_PTX_CACHE_DIR"])
+                found.append({path.name for path in own.rglob("*.ptx")})
+                (own / "long").mkdir(parents=True, exist_ok=True)
+                (own / "long" / f"{job}{rank}.ptx").touch()
+            if succeeds:
+                cache.keep()
+        return found
+
+    assert run("a", succeeds=True) == [set(), set()]
+    assert run("b", succeeds=False) == [{"a0.ptx", "a1.ptx"}] * 2
+    with contextlib.closing(jit_cache.JitCache(tmp_path / "other", has_gpus=True)):
+        assert run("c", succeeds=True) == [{"a0.ptx", "a1.ptx"}] * 2
+    assert run("d", succeeds=True) == [{"a0.ptx", "a1.ptx"}] * 2, "another job ran beside the last one"
