@@ -6,6 +6,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -32,6 +36,28 @@ namespace mx = mlx::core;
 using namespace nb::literals;
 
 namespace mlxdist {
+
+/* Linux makes pages of 2 MiB at once where it is asked, and else one of 4 KiB for each fault. */
+static void prefer_huge_pages(uintptr_t begin, uintptr_t end) {
+#ifdef __linux__
+  const uintptr_t huge = 2 << 20;
+  begin = (begin + huge - 1) & ~(huge - 1);
+  end &= ~(huge - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)begin, (void)end;
+#endif
+}
+
+/* zeros() would write its memory first, which takes longer than to read as many bytes from the page cache. */
+static mx::array uninitialized(const std::vector<int>& shape, mx::Dtype dtype) {
+  mx::array out(mx::Shape(shape.begin(), shape.end()), dtype, nullptr, {});
+  allocate(out);
+  out.set_status(mx::array::Status::available);
+  auto begin = reinterpret_cast<uintptr_t>(out.data<char>());
+  prefer_huge_pages(begin, begin + out.nbytes());
+  return out;
+}
 
 static std::shared_ptr<Connection> connect(uintptr_t group) {
   return Connection::connect(reinterpret_cast<mlxdist_group*>(group));
@@ -180,6 +206,8 @@ NB_MODULE(_bridge, m) {
   m.def(
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
+  m.def("uninitialized", &uninitialized, "shape"_a, "dtype"_a,
+        "An array whose memory has no values yet: the caller writes all of it, before it is used.");
   m.def("is_zeros", &is_zeros, "array"_a,
         "Whether an array is the zeros that MLX makes of what has no gradient, or a sum of such.");
   m.def(

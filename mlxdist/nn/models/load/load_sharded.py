@@ -27,6 +27,7 @@ from mlxdist.nn.pipeline_parallel import StagePlan, pipeline_parallel, plan_stag
 from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group.group import Group, GroupLike
+from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.arguments import group_of
 
 from ..plan import Plan, Shard, plan_shards
@@ -273,8 +274,8 @@ def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], 
 
 
 def _room_for(shard: Shard, rank: int) -> tuple[mx.array, np.ndarray]:
-    """An array for a rank's shard, as unsigned integers, and its memory. By the CPU, which will write to it."""
-    array = mx.zeros(shard.shape_on(rank), UNSIGNED[getattr(mx, shard.dtype).size], stream=mx.cpu)
+    """An array for a rank's shard, as unsigned integers, and its memory, which has no values yet."""
+    array = bridge.uninitialized(shard.shape_on(rank), UNSIGNED[getattr(mx, shard.dtype).size])
     return array, bytes_of(array)
 
 
