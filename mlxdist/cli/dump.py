@@ -14,8 +14,8 @@ from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.runtime.diagnostics.flight_records import read_directory
+from mlxdist.runtime.observation.stragglers import analyze
 from mlxdist.tools.observe.collect import Collected, find_ranks
-from mlxdist.tools.observe.stragglers import analyze
 from mlxdist.tools.observe.top_table import rank_table
 from mlxdist.tools.observe.trace import trace
 

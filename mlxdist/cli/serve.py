@@ -172,6 +172,7 @@ def layout_of(given: dict[str, Any]) -> Layout:
     help="Leave out of system prompts what Claude Code changes with each request, for the prefix cache.",
 )
 @click.option("--access-log/--no-access-log", default=True, help="A line on stderr for each request.")
+@click.option("--page/--no-page", default=True, help="A page with a chat and the cluster, at the address itself.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of these.")
 @click.option(
     "--drain",
@@ -373,7 +374,7 @@ def _http_options(given: dict[str, Any], api_key: str) -> HttpOptions:
     }
     same = (
         "host", "port", "request_timeout", "ssl_certfile", "ssl_keyfile", "ignore_unknown_fields", "normalize_heads",
-        "access_log", "log_format",
+        "access_log", "log_format", "page",
     )  # fmt: skip
     fields: dict[str, Any] = lists | {name: given[name] for name in same}
     return HttpOptions(api_key=api_key, **fields)

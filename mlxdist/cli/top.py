@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
@@ -16,18 +18,31 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from mlxdist.base.environment import Environment, parse_address
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
+from mlxdist.tools.bench.sizes import Parsed
 from mlxdist.tools.observe.top_table import Screenful, full
 
 if TYPE_CHECKING:
-    from mlxdist.tools.observe.top import View, Watch
+    from mlxdist.runtime.observation.view import View
+    from mlxdist.tools.observe.top import Watch
 
 __all__ = ["top"]
 
 # For ranks to respond: a stopped rank delays a refresh by this at most.
 _MAX_RESPONSE_SECONDS = 2.0
 _MIN_RESPONSE_SECONDS = 0.5
+
+
+def _web_address(text: str) -> tuple[str, int]:
+    """Parses the value of --web. Raises ValueError."""
+    if re.fullmatch("[0-9]{1,5}", text, re.ASCII) and int(text) <= 65535:
+        return "127.0.0.1", int(text)
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r:.80} {error}; a port alone is one of this machine") from None
 
 
 @click.command()
@@ -43,7 +58,14 @@ _MIN_RESPONSE_SECONDS = 0.5
 )
 @click.option("--once", is_flag=True, help="Print one table, of the time between two refreshes, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object in a line of its own for each refresh.")
-def top(job: str | None, selection: HostSelection, interval: float, once: bool, as_json: bool) -> None:
+@click.option(
+    "--web",
+    type=Parsed("[HOST:]PORT", _web_address),
+    help="Show it in a page at this address, by default of this machine alone, until Ctrl-C; 0 is a free port.",
+)
+def top(
+    job: str | None, selection: HostSelection, interval: float, once: bool, as_json: bool, web: tuple[str, int] | None
+) -> None:
     """Show what the ranks of a job are doing, until q or Ctrl-C.
 
     \b
@@ -51,6 +73,7 @@ def top(job: str | None, selection: HostSelection, interval: float, once: bool, 
         mlxdist top 741b --interval 5     the job whose name begins so
         mlxdist top --hosts node0,node1   the only job that runs on these hosts
         mlxdist top --once | less
+        mlxdist top --web 8081            in a browser, at http://127.0.0.1:8081
 
     For each rank: the step that the program is at, if it calls mlxdist.set_step, else how many collectives of all ranks
     it has begun; its operation and for how long; what it sends and receives. Ranks that others wait for are stragglers.
@@ -58,6 +81,11 @@ def top(job: str | None, selection: HostSelection, interval: float, once: bool, 
 
     The exit status is 0 also when the job ends meanwhile, and 1 if at the last refresh a rank did not respond.
     """
+    if web is not None:
+        if once or as_json:
+            raise click.UsageError("--web is a page; --once and --json are for the terminal")
+        _serve_page(job, selection, *web)
+        return
     from mlxdist.tools.observe.collect import find_ranks
     from mlxdist.tools.observe.top import Watch
 
@@ -81,6 +109,20 @@ def top(job: str | None, selection: HostSelection, interval: float, once: bool, 
         click.echo(f"Job {view.job} has ended.", err=True)
     elif view is not None and not (view.ranks and all(row.has_responded for row in view.ranks)):
         sys.exit(1)
+
+
+def _serve_page(job: str | None, selection: HostSelection, host: str, port: int) -> None:
+    """Serves the page until a signal comes. The key of MLXDIST_API_KEY is for it, too."""
+    try:
+        from mlxdist.tools.observe.web import JobPage
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--web needs {error.name}: pip install 'mlxdist[lm]'") from None
+    ends = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ends.set())
+    with JobPage(job, selection, host, port, Environment.read().api_key) as page:
+        click.echo(f"mlxdist: the ranks are shown at {page.address}", err=True)
+        ends.wait()
 
 
 def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: None) -> Generator[View]:

@@ -17,6 +17,7 @@ class Ending:
     text: str  # closing line, perhaps empty
     failed: bool
     cause: str = ""  # how the closing line begins: without the other ranks, and without paths of this machine
+    rank: int | None = None  # that failed first
 
 
 def of_process(returncode: int | None) -> int | None:

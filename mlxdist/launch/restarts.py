@@ -47,8 +47,11 @@ class Follower(Protocol):
     def seconds_ready(self) -> float:
         """Seconds for which the last start has been ready; 0 if it never was."""
 
-    def failed(self, reason: str, pause: float | None) -> None:
-        """Called after a start has failed and ended. The next follows after ``pause`` seconds, or never (None)."""
+    def failed(self, reason: str, pause: float | None, rank: int | None = None) -> None:
+        """Called after a start has failed and ended. The next follows after ``pause`` seconds, or never (None).
+
+        ``rank``: the one that failed first, if it was a rank.
+        """
 
     def __enter__(self) -> Follower: ...
 
@@ -87,7 +90,7 @@ def run_with_restarts(
             directory.update(replace(directory.job, name=name_of_start(name, restart + 1)))
         following = f"restart {used} of {most}"
         if follower is not None:
-            follower.failed(f"{ending.cause}; {following}", pause)
+            follower.failed(f"{ending.cause}; {following}", pause, ending.rank)
         say(f"{ending.text}; {following} in {pause:g} s.")
         interrupt = wakeup.wait(pause)
         if interrupt is not None:
@@ -96,7 +99,7 @@ def run_with_restarts(
         pause = min(2 * pause, LONGEST_PAUSE)
     last = f"; it was the last of {most} restarts" if ending.failed and used else ""
     if follower is not None and ending.failed:
-        follower.failed(f"{ending.cause}{last}", None)
+        follower.failed(f"{ending.cause}{last}", None, ending.rank)
     if ending.text:
         say(f"{ending.text}{last}.")
     return ending.status

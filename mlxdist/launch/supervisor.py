@@ -121,7 +121,8 @@ class Supervisor:
         unread = self._output is not None and self._output.is_unread()
         was_interrupted = self._was_asked or self._interrupted_by is not None
         failed = bool(self._failed) and not was_interrupted and not self._running and not unread
-        return Ending(status, text, failed, cause=clauses[0] if clauses else "")
+        first = self._first_failure()[0] if self._failed else None
+        return Ending(status, text, failed, cause=clauses[0] if clauses else "", rank=first)
 
     def _wait(self, seconds: float | None) -> None:
         full = self._is_full()

@@ -11,6 +11,7 @@ http_server.py      runs it (uvicorn); http_connection.py: bounds of a connectio
 http_options.py     HttpOptions; log.py: a line for each request
 rank_zero.py        the client of rank 0, which stays while ranks restart
 protocol.py         between the application and rank 0; refusal.py: a request that is not served
+page/               the page of the address, for browsers; cluster.py: the state of all ranks, which it shows
 authenticated_stream.py  what carries it between two hosts, for both ends
 metrics.py          counters and histograms as Prometheus reads them
 
@@ -19,6 +20,7 @@ Rank 0:
 endpoint.py         the other end of the protocol; http_clients.py: HTTP as the source of requests
 preparation_pool.py processes that make requests into tokens; preparation_process.py: rank 0's end of one,
                     preparation_child.py: the process, preparation.py: its work, prepared.py: the result
+cluster_status.py   what rank 0 says of all ranks
 tool_calls.py       calls of tools that a request asks for, and that a model has written
 scheduler.py        the queue, who is admitted or preempted, who has left or is late
 answer.py           the tokens of an answer with their text; stop_words.py: where its text ends

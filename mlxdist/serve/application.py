@@ -1,4 +1,4 @@
-"""The application of HTTP: OpenAI's and Anthropic's APIs, /health and /metrics, by calls to rank 0.
+"""The application of HTTP: OpenAI's and Anthropic's APIs, /health, /metrics and the page, by calls to rank 0.
 
 It imports neither MLX nor mlx-lm: it runs in the launcher, or beside rank 0 in a thread.
 """
@@ -35,16 +35,18 @@ from .api import (
     models_list,
     parse,
 )
+from .cluster import Cluster, cluster_route
 from .http_checks import AfterCors, BeforeCors, record_of, refused
 from .http_options import HttpOptions
 from .listener import MAX_BODY, MAX_REQUESTS
 from .log import RequestRecord
 from .metrics import CONTENT_TYPE, HttpMetrics
+from .page import page_routes
 from .protocol import Admitted, Event, Failed, Finished, Generate, Progress, Result
 from .rank_zero import RankZero
 from .refusal import Refusal
 
-__all__ = ["application"]
+__all__ = ["application", "checked"]
 
 _BODY_SECONDS = 60.0  # that a client may take to send all of a body
 _LARGE = 128 << 10  # bytes of a body whose check may take longer than a step; millions of small items take seconds
@@ -75,6 +77,11 @@ class _Generation(Protocol):
 def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) -> Starlette:
     """The application, which calls rank 0. ``is_loopback``: whether the server listens there."""
     api = _Api(rank_zero, options)
+    return checked(api.routes, options, api.http_metrics, is_loopback)
+
+
+def checked(routes: list[Route], options: HttpOptions, metrics: HttpMetrics, is_loopback: bool) -> Starlette:
+    """An application of these routes, with all checks of hosts, origins and keys. ``metrics`` count its answers."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=options.allowed_origins,
@@ -83,9 +90,9 @@ def application(rank_zero: RankZero, options: HttpOptions, is_loopback: bool) ->
         allow_private_network=True,
         expose_headers=["X-Request-Id", "Retry-After"],
     )
-    first = Middleware(BeforeCors, options=options, metrics=api.http_metrics, is_loopback=is_loopback)
+    first = Middleware(BeforeCors, options=options, metrics=metrics, is_loopback=is_loopback)
     return Starlette(
-        routes=api.routes,
+        routes=routes,
         middleware=[first, cors, Middleware(AfterCors, options=options)],
         exception_handlers={HTTPException: _not_routed},
     )
@@ -129,6 +136,8 @@ class _Api:
             Route("/version", self.version),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            cluster_route(Cluster(rank_zero).view),
+            *(page_routes(has_key=bool(options.api_key), has_chat=True) if options.page else ()),
         ]
         self.http_metrics = HttpMetrics([route.path for route in self.routes])
         self._running = 0  # requests in progress

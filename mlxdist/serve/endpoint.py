@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from .answer import Answer, PromptTokens, Token
 from .authenticated_stream import AuthenticatedServer
+from .cluster_status import ClusterStatus
 from .decisions import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Admission
 from .grammar import grammar_tokenizer
 from .listener import MAX_REQUESTS
@@ -89,6 +90,7 @@ class Endpoint:
         self._token_bytes: TokenBytes | None = None
         self._vocabulary = self._context = 0
         self._gauges: Callable[[], dict[str, float]] = dict
+        self._cluster: ClusterStatus | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="mlxdist endpoint", daemon=True)
         self._server: asyncio.Server | AuthenticatedServer | None = None
@@ -103,8 +105,13 @@ class Endpoint:
         vocabulary: int,
         context: int,
         gauges: Callable[[], dict[str, float]],
+        cluster: ClusterStatus | None = None,
     ) -> None:
-        """Begins to serve requests: up to ``context`` tokens each with its answer, all of them below ``vocabulary``."""
+        """Begins to serve requests: up to ``context`` tokens each with its answer, all of them below ``vocabulary``.
+
+        ``cluster``: what rank 0 says of all ranks; None without a view of them.
+        """
+        self._cluster = cluster
         self._tokenizer, self._vocabulary, self._context, self._gauges = tokenizer, vocabulary, context, gauges
         self._machine, self._token_bytes = make_text_state_machine(tokenizer), TokenBytes(tokenizer)
         if tokenizer.has_thinking:
@@ -209,7 +216,7 @@ class Endpoint:
         except ValidationError as error:
             raise Refusal(f"the call of the application cannot be read: {error.errors()[0]['msg']}", 500) from None
         if isinstance(call, Status):
-            await _send(writer, Result(value=self._status(call.metrics)))
+            await _send(writer, Result(value=await self._status(call)))
             return
         if self.scheduler is None:
             raise Refusal(self.unavailable, 503)
@@ -221,9 +228,14 @@ class Endpoint:
         else:
             await self._generate(call, model, adapter, writer)
 
-    def _status(self, with_metrics: bool) -> dict[str, Any]:
-        status = {"reason": self.unavailable, "models": list(self._served), "adapters": list(self._adapters)}
-        return status | ({"metrics": self.metrics.text(self._gauges())} if with_metrics else {})
+    async def _status(self, call: Status) -> dict[str, Any]:
+        status: dict[str, Any] = {"reason": self.unavailable, "models": list(self._served)}
+        status["adapters"] = list(self._adapters)
+        if call.metrics:
+            status["metrics"] = self.metrics.text(self._gauges())
+        if call.cluster and self._cluster is not None and not status["reason"]:
+            status["cluster"] = await self._cluster.read()
+        return status
 
     def _model_of(self, model: str | None, adapter: str | None) -> tuple[str, int]:
         """The real name of the model or adapter that a request names, and the number of the adapter; 0 for none."""

@@ -1,7 +1,8 @@
 """Checks every request before its body is read, and prints its line in the access log.
 
 Web pages that the user of this machine opens can send requests to it. Pages of other origins are refused, and so are
-those whose name was rebound to this machine's address by their DNS server: they are of the same origin then.
+those whose name was rebound to this machine's address by their DNS server: they are of the same origin then. The
+server's own page is of an origin whose name is this machine's.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import hmac
 import ipaddress
 import re
 import secrets
+import socket
 import traceback
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,13 +24,14 @@ from .http_options import HttpOptions
 from .listener import MAX_BODY
 from .log import RequestRecord, say
 from .metrics import HttpMetrics
+from .page import PAGE_PATHS
 from .refusal import Refusal
 
 __all__ = ["AfterCors", "BeforeCors", "record_of", "refused"]
 
 _ANTHROPIC = "/v1/messages"  # paths that begin so have errors of Anthropic's form
 _OVERLOADED = 529  # Anthropic's status in place of 503
-_UNLOGGED = ("/health", "/metrics")  # programs ask every few seconds
+_UNLOGGED = PAGE_PATHS | {"/health", "/metrics", "/cluster"}  # programs and the page ask every few seconds
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -91,8 +94,14 @@ class BeforeCors:
         if self._checks_hosts and host is not None and not self._is_own(host):
             raise Refusal(f"{host!r:.80} is not a name of this server; --allowed-hosts names those that are", 403)
         origin, allowed = headers.get("origin"), self._options.allowed_origins
-        if origin is not None and not {"*", origin} & set(allowed):
+        if origin is not None and not {"*", origin} & set(allowed) and not self._is_page(origin, host or ""):
             raise Refusal("web pages of this origin may not use the model; --allowed-origins names those that may", 403)
+
+    def _is_page(self, origin: str, host: str) -> bool:
+        """Whether an Origin is that of the server's own page. The name has to be one that no DNS server gives away."""
+        if not self._options.page or origin.partition("://")[2].lower() != host.lower():
+            return False
+        return self._is_own(host) or host.partition(":")[0].lower() in _own_names()
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host is a name of this server. An IP address is, as no DNS server gives it another meaning."""
@@ -109,6 +118,7 @@ class AfterCors:
 
     def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
         self._app = app
+        self._public = {"/health"} | (PAGE_PATHS if options.page else set())
         self._key = f"Bearer {options.api_key}".encode() if options.api_key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +142,7 @@ class AfterCors:
         length = headers.get("content-length", "0")  # of HTTP's syntax
         if len(length) > 18 or int(length) > MAX_BODY:
             raise Refusal(f"the body must have at most {MAX_BODY} bytes", 413)
-        if not self._key or scope["path"] == "/health" or scope["method"] == "OPTIONS":
+        if not self._key or scope["path"] in self._public or scope["method"] == "OPTIONS":
             return
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # the second is Anthropic's
         # Not by ==, whose duration depends on how many of the first characters are right.
@@ -149,6 +159,13 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
     record.fail(refusal)
     if not record.status:
         await refused(refusal, scope["path"])(scope, receive, send)
+
+
+def _own_names() -> set[str]:
+    """The names under which other machines of the network open the page."""
+    name = socket.gethostname().lower()
+    first = name.partition(".")[0]
+    return {name, first, f"{first}.local"}
 
 
 def _path(path: str) -> str:

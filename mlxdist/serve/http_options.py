@@ -23,6 +23,7 @@ class HttpOptions:
             to the model, are left out.
         log_format: "json": the access log is an object a line.
         access_log: whether there is one.
+        page: whether there is a page, at the path "/".
     """
 
     host: str = "127.0.0.1"
@@ -37,3 +38,4 @@ class HttpOptions:
     normalize_heads: bool = True
     log_format: Literal["text", "json"] = "text"
     access_log: bool = True
+    page: bool = True

@@ -7,11 +7,13 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from mlxdist.base.descriptors import MAX_DESCRIPTORS, raise_limit
 from mlxdist.base.errors import InvalidArgument
@@ -23,7 +25,7 @@ from .listener import MAX_REQUESTS, address_of, is_local
 from .log import say
 from .rank_zero import RankZero
 
-__all__ = ["HttpServer"]
+__all__ = ["HttpServer", "WebServer"]
 
 _KEEP_ALIVE_SECONDS = 75
 _MAX_CONNECTIONS = 2048
@@ -31,14 +33,13 @@ _LAST_SECONDS = 2.0  # for what clients have still to take in the end
 _LOGGER = logging.getLogger("uvicorn.error")
 
 
-class HttpServer:
-    """A context manager that answers clients until its exit, in a thread of its own.
-
-    It is a `mlxdist.launch.restarts.Follower`, with the methods of its :class:`RankZero`.
+class WebServer:
+    """A context manager that answers clients by an application until its exit, in a thread of its own.
 
     Args:
         listener: a TCP socket that listens. The server closes it.
-        rank_zero: the client of rank 0.
+        options: those of TLS are for the server.
+        application_of: makes the application. Its argument: whether the listener is on loopback.
 
     Attributes:
         address: the URL for clients.
@@ -48,16 +49,18 @@ class HttpServer:
         InvalidArgument: the certificate cannot be used, or there is only its key.
     """
 
-    def __init__(self, listener: socket.socket, options: HttpOptions, rank_zero: RankZero) -> None:
+    def __init__(
+        self, listener: socket.socket, options: HttpOptions, application_of: Callable[[bool], ASGIApp]
+    ) -> None:
         if options.ssl_keyfile and not options.ssl_certfile:
             raise InvalidArgument("serve: a private key for TLS needs its certificate: --ssl-certfile")
         tls = _tls(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile else None
         self.address = address_of(listener, "http" if tls is None else "https")
-        self._listener, self._rank_zero = listener, rank_zero
+        self._listener = listener
         # Many connections may come before the first of them can be read. A request has one to rank 0 for each choice.
         most = min(_MAX_CONNECTIONS, raise_limit(MAX_DESCRIPTORS) // 2)
         config = uvicorn.Config(
-            application(rank_zero, options, is_local(self.address)),
+            application_of(is_local(self.address)),
             http=partial(HttpConnection, tls=tls, most=most),  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
@@ -75,18 +78,14 @@ class HttpServer:
         self._server = _Server(config, self._listens)
         self._thread = threading.Thread(target=self._run, name="mlxdist http", daemon=True)
 
-    def __enter__(self) -> "HttpServer":
+    def __enter__(self) -> Self:
         self._thread.start()
         self._listens.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        def stop() -> None:
-            self._rank_zero.close()
-            self._server.should_exit = True
-
         with contextlib.suppress(RuntimeError):  # the thread has failed
-            self.loop.call_soon_threadsafe(stop)
+            self.loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
     @property
@@ -94,20 +93,18 @@ class HttpServer:
         """The number of open connections."""
         return len(self._server.server_state.connections)
 
-    def starting(self, place: Path | tuple[str, int], secret: str = "") -> None:
-        self._rank_zero.starting(place, secret)
+    def _open(self) -> None:
+        """Begins, in the event loop, before the first request."""
 
-    def seconds_ready(self) -> float:
-        return self._rank_zero.seconds_ready()
-
-    def failed(self, reason: str, pause: float | None) -> None:
-        self._rank_zero.failed(reason, pause)
+    def _stop(self) -> None:
+        """Ends, in the event loop."""
+        self._server.should_exit = True
 
     def _run(self) -> None:
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
             self.loop.set_exception_handler(_say_exception)
-            self._rank_zero.open()
+            self._open()
             await self._server.serve([self._listener])
 
         handler = _SayHandler(logging.ERROR)
@@ -118,6 +115,41 @@ class HttpServer:
         finally:
             _LOGGER.removeHandler(handler)
             self._listens.set()
+
+
+class HttpServer(WebServer):
+    """The server of a model.
+
+    It is a `mlxdist.launch.restarts.Follower`, with the methods of its :class:`RankZero`.
+
+    Args:
+        listener: a TCP socket that listens. The server closes it.
+        options: the options of the server and of the application.
+        rank_zero: the client of rank 0.
+
+    Raises:
+        InvalidArgument: the certificate cannot be used, or there is only its key.
+    """
+
+    def __init__(self, listener: socket.socket, options: HttpOptions, rank_zero: RankZero) -> None:
+        super().__init__(listener, options, partial(application, rank_zero, options))
+        self._rank_zero = rank_zero
+
+    def starting(self, place: Path | tuple[str, int], secret: str = "") -> None:
+        self._rank_zero.starting(place, secret)
+
+    def seconds_ready(self) -> float:
+        return self._rank_zero.seconds_ready()
+
+    def failed(self, reason: str, pause: float | None, rank: int | None = None) -> None:
+        self._rank_zero.failed(reason, pause, rank)
+
+    def _open(self) -> None:
+        self._rank_zero.open()
+
+    def _stop(self) -> None:
+        self._rank_zero.close()
+        super()._stop()
 
 
 class _Server(uvicorn.Server):

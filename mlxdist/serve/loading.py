@@ -1,12 +1,13 @@
 """The model that a server computes with: sharded, and with the operator's additions."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.nn.models.load import load_sharded
+from mlxdist.nn.models.load import LoadReport, load_sharded
 from mlxdist.nn.models.split_model import ROWS_OF_A_SERVER, SplitModel
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -14,7 +15,7 @@ from mlxdist.runtime.group.group import Group
 from .adapters import AdaptedModel
 from .log import say
 from .options import ServeOptions
-from .placement import ModelPlacement, show
+from .placement import ModelPlacement
 from .quantized_cache import quantize_caches
 from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
@@ -22,8 +23,16 @@ from .vocabulary import VocabParallelModel
 __all__ = ["load"]
 
 
-def load(options: ServeOptions, directory: Path, placement: ModelPlacement, group: Group) -> tuple[Any, Any]:
+def load(
+    options: ServeOptions,
+    directory: Path,
+    placement: ModelPlacement,
+    group: Group,
+    on_report: Callable[[LoadReport], object],
+) -> tuple[Any, Any]:
     """Loads the model, in the form that mlx-lm's generators call, and its tokenizer. Collective.
+
+    ``on_report``: as of :func:`load_sharded`.
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
@@ -41,7 +50,7 @@ def load(options: ServeOptions, directory: Path, placement: ModelPlacement, grou
         stage_plan=placement.stage_plan,
         adapter_path=[path for _, path in options.adapters] or options.adapter_path,
         stream=options.stream_weights,
-        on_report=lambda report: show(placement, report, group),
+        on_report=on_report,
     )
     model = _with_blocks("the model's layers", model, options, group)
     draft = _load_draft(options, group)

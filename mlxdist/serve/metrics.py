@@ -45,6 +45,9 @@ class Metrics:
 
     Args:
         restarts: how often the launcher has restarted the ranks, this process included.
+
+    Attributes:
+        active_memory: bytes that MLX uses, by rank.
     """
 
     def __init__(self, restarts: int = 0) -> None:
@@ -86,6 +89,7 @@ class Metrics:
                 "prefix_cache_disk_bytes": "Bytes of the prefix cache on the disk of the rank with the largest shard.",
             }.items()
         }
+        self.active_memory: dict[int, int] = {}
         self._memory = gauge(
             "active_memory_bytes", "Memory that MLX uses: weights, caches and what is being computed.", "rank"
         )
@@ -136,7 +140,17 @@ class Metrics:
 
     def memory(self, rank: int, active_bytes: int) -> None:
         """Sets what MLX uses on a rank."""
+        self.active_memory[rank] = active_bytes
         self._memory.labels(str(rank)).set(active_bytes)
+
+    def counts(self, gauges: Mapping[str, float]) -> dict[str, int]:
+        """The counts of requests and tokens that the page shows. ``gauges``: as of :meth:`text`."""
+        counters = {
+            name: self._registry.get_sample_value(f"{_NAMESPACE}_{name}_total") or 0
+            for name in ("generated_tokens", "prompt_tokens", "cached_prompt_tokens", "restarts")
+        }
+        now = {name: gauges[name] for name in ("running", "queued")}
+        return {name: int(value) for name, value in (counters | now).items()}
 
     def text(self, gauges: Mapping[str, float]) -> str:
         """All metrics. ``gauges``: the values now of those that are gauges, but for memory."""

@@ -25,7 +25,7 @@ from mlxdist.runtime.group.group import Group, engine_of
 
 from .log import say
 
-__all__ = ["Layout", "ModelPlacement", "place", "show"]
+__all__ = ["Holding", "Layout", "ModelPlacement", "place", "show"]
 
 Grid = tuple[int, int, int]  # tp, ep, pp
 
@@ -102,22 +102,47 @@ def place(directory: Path, group: Group, layout: Layout) -> ModelPlacement:
     return ModelPlacement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)
 
 
-def show(placement: ModelPlacement, report: LoadReport, group: Group) -> None:
-    """Prints on rank 0 which rank holds which shard. Collective: one all_gather."""
+@dataclass(frozen=True)
+class Holding:
+    """The shard that a rank holds.
+
+    Attributes:
+        rank, host: which rank it is, and where.
+        layers: such as "all layers", or "layers 0 to 11".
+        bytes: of its weights.
+        share: of those of the model.
+    """
+
+    rank: int
+    host: str
+    layers: str
+    bytes: int
+    share: float
+
+
+def show(placement: ModelPlacement, report: LoadReport, group: Group) -> list[Holding]:
+    """Prints on rank 0 which rank holds which shard, and returns it there; other ranks get an empty list.
+
+    Collective: one all_gather.
+    """
     rows = texts(f"{engine_of(group).world.host}\n{report.bytes_held}\n{report.seconds:.1f}", group)
     if group.rank() != 0:
-        return
+        return []
     say(f"{size(report.bytes_total)} of weights, {placement.describe()}")
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", "layers", "holds", "share", "loaded in"):
         table.add_column(name, justify="left" if name in ("host", "layers") else "right")
+    holdings = []
     for rank, row in enumerate(rows):
         host, held, seconds = row.split("\n")
         stage = placement.stage_plan and placement.stage_plan.layers(rank // placement.plan.ranks)
         layers = f"{stage[0]} to {stage[-1]}" if stage else "all"
-        share = f"{int(held) / report.bytes_total:.0%}"
-        table.add_row(str(rank), host, layers, size(int(held)), share, f"{seconds} s")
+        share = int(held) / report.bytes_total
+        table.add_row(str(rank), host, layers, size(int(held)), f"{share:.0%}", f"{seconds} s")
+        named = f"layers {layers}" if stage else "all layers"
+        holdings.append(Holding(rank, host, named, int(held), share))
     Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False).print(table)
+    return holdings
 
 
 def _planned(model: nn.Module, ranks: int, layout: Layout) -> ModelPlacement:

@@ -163,11 +163,14 @@ class Status(_Message):
     """The state of rank 0, and the names that it serves.
 
     The :class:`Result` is {"reason": why no request is served, or "", "models": the names of the model, "adapters":
-    those of adapters}, and with ``metrics`` also {"metrics": the text of rank 0's part of /metrics}.
+    those of adapters}, and with ``metrics`` also {"metrics": the text of rank 0's part of /metrics}. With ``cluster``
+    it has {"cluster": {"model", "layout", "held": what each rank holds, "requests": their counts, "observation": the
+    flight records of the ranks, or None}}, if requests are served.
     """
 
     op: Literal["status"] = "status"
     metrics: bool = False
+    cluster: bool = False
 
 
 class ToolCall(_Message):

@@ -56,10 +56,12 @@ class _Outage:
         reason: why rank 0 does not serve, in words.
         is_explained: the launcher has given the reason, or the outage is over.
         is_over: rank 0 is ready again, or never will be.
+        rank: the one that failed first; None where that is not known, or it was none.
     """
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+        self.rank: int | None = None
         self.is_explained, self.is_over = asyncio.Event(), asyncio.Event()
 
     def end(self) -> None:
@@ -99,8 +101,13 @@ class RankZero:
     def seconds_ready(self) -> float:
         return time.monotonic() - self._ready if self._ready else 0.0
 
-    def failed(self, reason: str, pause: float | None) -> None:
-        self._loop.call_soon_threadsafe(self._explain, f"the server has failed: {reason}", pause)
+    def failed(self, reason: str, pause: float | None, rank: int | None = None) -> None:
+        self._loop.call_soon_threadsafe(self._explain, f"the server has failed: {reason}", pause, rank)
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that has failed first, while the ranks are not ready again; None where there is none."""
+        return None if self._outage is None else self._outage.rank
 
     def open(self) -> None:
         """Begins to look for rank 0, in the running event loop."""
@@ -183,13 +190,17 @@ class RankZero:
             raise Refusal("the request has taken too long", 504) from None
         raise AssertionError("the second attempt is the last")
 
-    async def status(self, metrics: bool = False) -> dict[str, Any]:
-        """The value of :class:`Status`, with ``metrics`` also their text. Raises Refusal: rank 0 does not serve."""
+    async def status(self, metrics: bool = False, cluster: bool = False) -> dict[str, Any]:
+        """The value of :class:`Status`, with ``metrics`` also their text, and with ``cluster`` the state of all ranks.
+
+        Raises:
+            Refusal: rank 0 does not serve.
+        """
         # Who reads that the server is ready may ask before the next look.
         if self._outage is not None and (outage := await self._look()):
             raise self._unavailable(outage)
-        if metrics:
-            status = await self._ask_status(metrics=True)
+        if metrics or cluster:
+            status = await self._ask_status(metrics, cluster)
         else:
             if self._status is None or self._status.done():
                 self._status = asyncio.create_task(self._ask_status())  # one for all who want to know
@@ -218,8 +229,9 @@ class RankZero:
         self._started, self._ready, self._status = time.monotonic(), 0.0, None
         self._expected = self._started + self._load_seconds
 
-    def _explain(self, reason: str, pause: float | None) -> None:
+    def _explain(self, reason: str, pause: float | None, rank: int | None) -> None:
         outage = self._lose(reason)
+        outage.rank = rank
         outage.reason, self._is_last = reason, pause is None
         self._place, self._ready = None, 0.0  # they have ended; on a host that is lost they may not know it yet
         outage.is_explained.set()
@@ -255,10 +267,10 @@ class RankZero:
                 self._load_seconds = self._ready - self._started
         return self._outage
 
-    async def _ask_status(self, metrics: bool = False) -> dict[str, Any]:
+    async def _ask_status(self, metrics: bool = False, cluster: bool = False) -> dict[str, Any]:
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                return await self._result(Status(metrics=metrics))
+                return await self._result(Status(metrics=metrics, cluster=cluster))
         except (Refusal, TimeoutError):
             return {"reason": _SILENT}
 

@@ -35,6 +35,7 @@ from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 from mlxdist.version import __version__
 
+from .cluster_status import ClusterStatus
 from .decisions import FRAME, MAX_PROMPT, Decisions
 from .endpoint import Endpoint
 from .http_clients import HttpClients
@@ -43,7 +44,7 @@ from .log import say
 from .memory import cache_memory
 from .metrics import Metrics
 from .options import ServeOptions
-from .placement import ModelPlacement, place
+from .placement import Holding, ModelPlacement, place, show
 from .prefix_disk import PrefixDisk
 from .preparation_pool import PreparationPool
 from .scheduler import Scheduler
@@ -210,7 +211,9 @@ def run(
             clients = clients_of(endpoint)
     with contextlib.nullcontext() if clients is None else clients.listening():
         placement = place(directory, group, options.layout)
-        model, tokenizer = load(options, directory, placement, group)
+        holdings: list[Holding] = []
+        hold = lambda report: holdings.extend(show(placement, report, group))
+        model, tokenizer = load(options, directory, placement, group, hold)
         with agreed(name, group):
             worker = Worker(model, tokenizer, options.limits)
         with agreed(name, own):  # a rank that cannot go on ends no rank that has not yet seen that
@@ -233,7 +236,9 @@ def run(
             drafts = limits.num_draft_tokens
             scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, memory.tokens, drafts)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
-            endpoint.open(scheduler, tokenizer, vocabulary, min(context, memory.tokens), gauges)
+            status = served[0], placement.name, holdings, memory.limits, endpoint.metrics, gauges
+            cluster = ClusterStatus(*status)
+            endpoint.open(scheduler, tokenizer, vocabulary, min(context, memory.tokens), gauges, cluster)
         has_started(scheduler, clients)
         try:
             own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal

@@ -8,4 +8,4 @@ def test_no_model_file_and_no_client_of_a_server(imported_by_collection):
     """Collected with this file alone, nothing is shown; with all files, as in `make test`, everything."""
     models = {name.rpartition(".")[2] for name in imported_by_collection if name.startswith("mlx_lm.models.")}
     assert models <= OF_MLX_LM
-    assert not {"openai", "datasets", "matplotlib", "torch"} & imported_by_collection
+    assert not {"openai", "anthropic", "playwright", "datasets", "matplotlib", "torch"} & imported_by_collection

@@ -108,6 +108,7 @@ def test_the_wheel_has_no_mlx_in_it_and_runs_where_mlx_does(wheel):
     ours = ("_bridge", "_native", "libmlxdist", "libmlxdist_mpi", "libsoftverbs")
     assert libraries == {f"mlxdist/{name}" for name in ours}
     assert not [name for name in names if "tests" in name or "__pycache__" in name]
+    assert set(run("git", "ls-files", "mlxdist", cwd=ROOT).splitlines()) <= set(names)  # those of the page, too
     print(f"{wheel.name}: {wheel.stat().st_size} bytes")
 
 

@@ -47,7 +47,8 @@ class Starts:
     def seconds_ready(self):
         return next(self._seconds)
 
-    def failed(self, reason, pause):
+    def failed(self, reason, pause, rank):
+        assert rank == 1
         self.told.append((reason.removeprefix("rank 1 failed"), pause))
 
 
@@ -69,7 +70,7 @@ def test_which_failures_are_followed_by_a_restart(seconds, told, monkeypatch):
 
     def run_once(restart):
         started.append(restart)
-        return Ending(3, "rank 1 failed; rank 0 left by itself", True, "rank 1 failed")
+        return Ending(3, "rank 1 failed; rank 0 left by itself", True, "rank 1 failed", 1)
 
     assert run_with_restarts("job", run_once, 2, wakeup, said.append, None, follower) == 3
     assert started == list(range(len(seconds))) and follower.told == told

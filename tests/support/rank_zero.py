@@ -40,6 +40,50 @@ def answer(*texts: str) -> list[Any]:
     return said(ADMITTED, *(Output(content=text) for text in texts), FINISHED)
 
 
+def cluster_of(ranks: int, running: int = 0) -> dict[str, Any]:
+    """What rank 0 says of that many ranks, of which the others have begun one operation more than the last one."""
+    held = {
+        "layers": "all layers",
+        "bytes": 4_000_000_000,
+        "share": 1 / ranks,
+        "memory": 5 * 10**9,
+        "limit": 12 * 10**9,
+    }
+    counts = {"generated_tokens": 10, "prompt_tokens": 40, "cached_prompt_tokens": 30, "restarts": 0}
+    observation = {
+        "records": [_record(rank, ranks) for rank in range(ranks)],
+        "members": [
+            {"rank": rank, "host": f"mac-{rank}", "pid": 100 + rank, "age": 0.5, "position": "", "is_gone": False}
+            for rank in range(ranks)
+        ],
+        "notes": [],
+    }
+    return {
+        "model": "tiny",
+        "layout": f"tp={ranks}",
+        "held": [held | {"rank": rank, "host": f"mac-{rank}"} for rank in range(ranks)],
+        "requests": counts | {"running": running, "queued": 0},
+        "observation": observation,
+    }
+
+
+def _record(rank: int, ranks: int) -> dict[str, Any]:
+    """A flight record as a rank sends it to rank 0."""
+    is_late = rank == ranks - 1
+    operation = {
+        "number": 7 - is_late, "group": 0, "internal": False, "collective": True, "sequence": 7 - is_late,
+        "name": "all_sum", "dtype": "float32", "shape": [8], "bytes": 32, "root": None, "destination": None,
+        "source": None, "waiting_on": None if is_late else ranks - 1, "algorithm": "direct", "started_ns": 10**9,
+        "ended_ns": 2 * 10**9 if is_late else None, "status": 0, "call_site": "train.py:90",
+    }  # fmt: skip
+    return {
+        "schema": 2, "job": "741b468f6c659879", "rank": rank, "size": ranks, "host": f"mac-{rank}", "pid": 100 + rank,
+        "reason": "status", "error": None, "monotonic_ns": 4 * 10**9, "wall_ns": 10**18, "step": None,
+        "total_steps": None, "bubble": None, "computed": [], "power": None, "bytes_sent": 32, "bytes_received": 32,
+        "groups": {"0": list(range(ranks))}, "threads": {}, "operations": [operation],
+    }  # fmt: skip
+
+
 class _Handler(socketserver.StreamRequestHandler):
     """Does what the prompt of a call says, for each time that it comes: events to send, and methods to call."""
 
@@ -60,6 +104,9 @@ class _Handler(socketserver.StreamRequestHandler):
             self.server.go.wait(30)
         metrics = "mlxdist_serve_running 0\n"
         value = {"reason": self.server.reason, "models": ["tiny"], "adapters": ["sql"], "metrics": metrics}
+        if call["cluster"]:
+            self.server.observed += 1
+            value["cluster"] = self.server.cluster
         self._send({"event": "result", "value": value})
 
     def tokenize(self, call: dict) -> None:
@@ -132,6 +179,7 @@ class FakeRankZero(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     calls: those of Generate and of tokens, to this one and those before it.
     is_busy: whether it answers Status when ``go`` is set, and not before.
     left: one for each client that has left an action that waits for it.
+    cluster: what it says of all ranks, and ``observed`` how often it was asked.
     tcp: its socket where it is on another host.
     """
 
@@ -146,6 +194,7 @@ class FakeRankZero(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.calls: list[dict] = [] if before is None else before.calls
         self.left: list[bool] = []
         self.reason, self.sent = "", 0
+        self.cluster, self.observed = cluster_of(2), 0
         self.tokenizer_dies, self.is_busy = False, threading.Event()
         self.holding, self.go, self.wanted = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
         threading.Thread(target=self.serve_forever, args=(0.01,)).start()

@@ -20,7 +20,7 @@ from mlxdist.runtime.diagnostics.flight_records import (
     read_flight_record,
     record_file_name,
 )
-from mlxdist.tools.observe.stragglers import analyze
+from mlxdist.runtime.observation.stragglers import analyze
 from mlxdist.tools.observe.trace import trace
 
 SCRIPT = Path(__file__).parents[1] / "rank_scripts" / "flight.py"

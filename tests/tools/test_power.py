@@ -14,8 +14,9 @@ from mlxdist.base.validation import build
 from mlxdist.cluster.facts.power import Power, power_settings, speed_limit
 from mlxdist.launch.jobs import find_job
 from mlxdist.runtime.diagnostics.power import PowerWatch, read_power
+from mlxdist.runtime.observation.view import View
 from mlxdist.tools.observe.collect import JobRanks
-from mlxdist.tools.observe.top import View, Watch
+from mlxdist.tools.observe.top import Watch
 
 LOW = SYNTHETIC_PMSET + " lowpowermode         1\n"
 HEAT = "heat leaves 28 % of its speed (pmset -g therm)"

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import termios
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from launching import Terminal, nothing_left, running  # noqa: F401  (nothing_left is a fixture of every test)
 from rich.console import Console
 from waiting import wait_for
@@ -23,10 +25,11 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import top as command
 from mlxdist.launch.jobs import find_job, read_job
 from mlxdist.runtime.diagnostics.flight_records import check_record
+from mlxdist.runtime.observation.stragglers import RankState
+from mlxdist.runtime.observation.view import View
 from mlxdist.runtime.rendezvous.observer import observe
 from mlxdist.tools.observe.collect import JobRanks
-from mlxdist.tools.observe.stragglers import RankState
-from mlxdist.tools.observe.top import View, Watch
+from mlxdist.tools.observe.top import Watch
 from mlxdist.tools.observe.top_table import Screenful, rank_table
 
 TOP = [sys.executable, "-m", "mlxdist", "top"]
@@ -172,6 +175,43 @@ def test_a_rank_that_cannot_be_signaled_goes_on():
         assert found.short == {0, 1} and "ranks 0 and 1 have no full record" in found.notes[1]
         assert len(find_job().pids) == 2 and job.poll() is None
         end(job)
+
+
+def test_a_page_shows_the_ranks_until_they_end_and_when_they_are_back():
+    def states():
+        return [row["state"] for row in view()["ranks"]]
+
+    def view():
+        with urllib.request.urlopen(f"{address}/cluster", timeout=30) as answer:
+            return json.load(answer)
+
+    with running(2, BUSY, ("--max-restarts", "1")) as job:
+        shown = subprocess.Popen([*TOP, "--web", "0"], stderr=subprocess.PIPE, text=True)
+        address = re.search(r"http://127\.0\.0\.1:[0-9]+", shown.stderr.readline())[0]
+        with urllib.request.urlopen(f"{address}/page/settings") as settings:
+            assert json.load(settings) == {"has_key": False, "has_chat": False}
+        assert set(states()) <= {"ok", "straggler"} and len(states()) == 2
+        first = view()["job"]
+        os.kill(view()["ranks"][1]["pid"], signal.SIGKILL)
+        assert wait_for(lambda: not view()["is_ready"]) and set(states()) <= {"down", "failed"}
+        assert wait_for(lambda: view()["is_ready"] and view()["job"] == f"{first}-1"), view()
+        assert wait_for(lambda: set(states()) <= {"ok", "straggler"})
+        end(job)
+        assert wait_for(lambda: not view()["is_ready"]) and len(view()["ranks"]) == 2
+        shown.send_signal(signal.SIGINT)
+        assert shown.wait(20) == 0 and shown.stderr.read() == ""
+        shown.stderr.close()
+
+
+@pytest.mark.parametrize("address", ["", "x", "65536", "-1", "localhost:", "[::1]:70000"])
+def test_an_address_of_the_page_that_is_none(address):
+    done = CliRunner().invoke(command.top, ["--web", address])
+    assert done.exit_code == 2 and "write host:port" in done.output
+
+
+def test_the_page_is_not_for_the_terminal():
+    done = CliRunner().invoke(command.top, ["--web", "8081", "--once"])
+    assert done.exit_code == 2 and "--once and --json are for the terminal" in done.output
 
 
 @pytest.mark.long

@@ -1,8 +1,6 @@
 """Shows the state of the ranks of a job: `mlxdist top` and `mlxdist dump`.
 
     collect.py      flight records from rank 0's rendezvous, or from each rank by signal and file
-    stragglers.py   which ranks the others wait for
-    clocks.py       one clock for the records of several hosts
     top.py          the state of all ranks, repeatedly; top_table.py: as a table
     trace.py        the records as a trace for Perfetto
 

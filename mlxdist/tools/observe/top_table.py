@@ -8,8 +8,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .stragglers import RankState
-from .top import View
+from mlxdist.runtime.observation.stragglers import RankState
+from mlxdist.runtime.observation.view import View
 
 __all__ = ["Screenful", "full", "rank_table"]
 

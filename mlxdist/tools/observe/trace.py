@@ -8,8 +8,7 @@ from typing import Any
 
 from mlxdist.base.errors import name_ranks
 from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation, group_name
-
-from .clocks import wall_offsets
+from mlxdist.runtime.observation.clocks import wall_offsets
 
 __all__ = ["trace"]
 

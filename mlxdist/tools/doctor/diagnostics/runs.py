@@ -10,8 +10,8 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.runtime.observation.stragglers import analyze
 from mlxdist.tools.observe.collect import find_ranks
-from mlxdist.tools.observe.stragglers import analyze
 
 from ..job import last_words, place_ranks, run_ranks
 

@@ -7,7 +7,7 @@ as the hosts' wall clocks agree.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation
+from ..diagnostics.flight_records import FlightRecord, Operation
 
 __all__ = ["at_one_time", "wall_offsets"]
 

@@ -8,12 +8,12 @@ one by one.
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlxdist.base.errors import name_ranks, ranks_have
-from mlxdist.runtime.diagnostics.flight_records import FlightRecord, Operation, group_name
-from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 
+from ..diagnostics.flight_records import FlightRecord, Operation, group_name
+from ..rendezvous.heartbeat import PeerStatus
 from .clocks import at_one_time
 
 __all__ = ["Analysis", "RankState", "analyze"]
@@ -41,6 +41,7 @@ class RankState:
     waiting_on: int | None = None
     is_straggler: bool = False  # others wait for it
     has_responded: bool = False
+    is_gone: bool = False  # has left the group, or died
     gbps: float | None = None  # sent and received since the record before
     threads: dict[str, str] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ def analyze(
         _state(rank, records.get(rank), before.get(rank) or peers.get(rank), rank in stragglers, speeds.get(rank))
         for rank in range(size)
     ]
+    states = [replace(state, is_gone=state.rank in peers and peers[state.rank].is_gone) for state in states]
     findings = []
     if errors := {record.error for record in records.values() if record.error}:
         findings.append(f"The group has failed: {min(errors, key=len)}")

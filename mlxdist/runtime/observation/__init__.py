@@ -1,0 +1,10 @@
+"""The state of a job's ranks, from the flight records that rank 0 forwards to observers.
+
+    stragglers.py   which ranks the others wait for
+    clocks.py       one clock for the records of several hosts
+    view.py         the state of all ranks at one moment
+
+It needs neither MLX nor the compiled half.
+"""
+
+__all__: list[str] = []
