@@ -102,6 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
     parser.addoption("--soak-requests", type=int, default=100, metavar="N", help="that each server of the soak gets")
+    parser.addoption("--pictures", action="store_true", help="make the pictures of the page in docs/page again")
     parser.addoption(
         "--conversations", type=int, default=60, metavar="N", help="random ones, over all models and ranks"
     )

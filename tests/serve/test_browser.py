@@ -2,19 +2,24 @@
 
 import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from browser import chromium, visit
-from launching import nothing_left  # noqa: F401
+from launching import nothing_left, running  # noqa: F401
 from rank_zero import ADMITTED, FINISHED, PROGRESS, answer, cluster_of, launcher_server, said, started
 from serving import ServerProcess, save_model_folder
 from waiting import wait_for
 
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.serve.protocol import Failed, Output
+from mlxdist.tools.observe.web import JobPage
 
 pytestmark = pytest.mark.long
 
+PICTURES = Path(__file__).parents[2] / "docs" / "page"
 MARKDOWN = """In a **ring all-reduce** each rank sends *one chunk* at a time to its neighbor:
 
 1. reduce-scatter, `n - 1` steps
@@ -421,3 +426,63 @@ def test_a_server_that_has_gone_is_asked_until_it_is_back(browser, tmp_path):
             page.page.wait_for_selector("[data-rank='0'][data-state='good']")
         assert page.problems and all("Failed to load resource" in problem for problem in page.problems)
         page.problems.clear()
+
+
+JOB = """
+import numpy, mlxdist
+mlxdist.init()
+print('ready', flush=True)
+while True: mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
+"""
+
+
+def test_the_page_of_a_job_is_the_cluster_without_the_chat(browser):
+    with running(2, JOB) as job, JobPage(None, HostSelection(), "127.0.0.1", 0, "") as served:
+        with visit(browser, served.address) as page:
+            page.open()
+            page.page.wait_for_selector("[data-rank='1'] >> text=all_sum")
+            assert not page.page.is_visible("#to-chat") and not page.page.is_visible("#chat")
+            assert page.page.inner_text("#state") == "2 ranks"
+            job.terminate()
+            job.communicate(timeout=60)
+            page.page.wait_for_selector("#state[data-state='bad']")
+            assert "has ended" in page.page.inner_text("#reason") and page.states() == ["down", "down"]
+
+
+def test_the_pictures_of_the_documentation(browser, client, rank_0, request, tmp_path):
+    """They show the page before the state of four ranks that are made up. --pictures makes them again."""
+    rank_0.cluster = cluster_of(4, running=3)
+    for record in rank_0.cluster["observation"]["records"]:
+        record["operations"][0]["call_site"] = ""
+    folder = PICTURES if request.config.getoption("--pictures") else tmp_path
+    folder.mkdir(exist_ok=True)
+    sizes = {"light": (1000, 740), "dark": (1000, 740), "phone": (375, 667)}
+    for name, (width, height) in sizes.items():
+        options = {
+            "color_scheme": "dark" if name == "dark" else "light",
+            "viewport": {"width": width, "height": height},
+        }
+        with visit(browser, client.server.address, **options) as page:
+            page.open().say(asked(*answer(MARKDOWN)))
+            page.answer()
+            page.page.evaluate(TITLED, "How does a ring all-reduce work?")
+            page.page.screenshot(path=folder / f"chat-{name}.png")
+            page.page.click("#to-cluster")
+            page.page.wait_for_selector("#ranks li")
+            rank_0.cluster["requests"]["generated_tokens"] += 150
+            page.page.locator("#totals dd").first.filter(has_text=re.compile("[1-9]")).wait_for()
+            page.page.screenshot(path=folder / f"cluster-{name}.png")
+    for made in (folder, PICTURES):
+        assert {path.name for path in made.iterdir()} == {
+            f"{of}-{name}.png" for of in ("chat", "cluster") for name in sizes
+        }
+        assert all(path.stat().st_size < 150_000 for path in made.iterdir())
+
+
+# In place of the question that says what rank 0 answers.
+TITLED = """(text) => {
+  document.querySelector('.user .content').textContent = text;
+  document.querySelector('#conversations .title').textContent = text;
+  document.activeElement.blur();
+  document.querySelector('#messages').scrollTop = 0;
+}"""
