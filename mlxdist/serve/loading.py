@@ -13,11 +13,11 @@ from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 
 from .adapters import AdaptedModel
+from .draft_model import DraftedModel
 from .log import say
 from .options import ServeOptions
 from .placement import ModelPlacement
 from .quantized_cache import quantize_caches
-from .speculation import DraftedModel
 from .vocabulary import VocabParallelModel
 
 __all__ = ["load"]

@@ -30,6 +30,7 @@ from .adapters import AdapterCache
 from .answer import Token
 from .cache_blocks import can_be_cut
 from .decisions import Admission, Decisions
+from .draft import DraftingModel
 from .grammar import GrammarProcessor, grammar_tokenizer
 from .memory import CacheMemory, reserved
 from .prefix_disk import PrefixDisk, StoredNode
@@ -39,7 +40,7 @@ from .quantized_cache import are_quantized
 from .request_cache import OneRequestModel, cannot_be_batched
 from .row_caches import ModelWrapper, of_layers, of_rows
 from .sampling import MinTokens, sampler_of
-from .speculation import DraftedModel, SpeculativeBatchGenerator
+from .speculation import SpeculativeBatchGenerator
 from .vocabulary import VocabParallelModel
 
 __all__ = ["BatchLimits", "Outcome", "Worker"]
@@ -49,7 +50,7 @@ __all__ = ["BatchLimits", "Outcome", "Worker"]
 PROMPTS_ALONE = ("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "olmo_hybrid", "recurrent_gemma", "rwkv7")
 REQUESTS_ALONE = ("afm7", "longcat_flash_ngram", "minimax_m3_vl")
 
-_WRAPPERS = (DraftedModel, ModelWrapper, SplitModel, VocabParallelModel)
+_WRAPPERS = (DraftingModel, ModelWrapper, SplitModel, VocabParallelModel)
 
 _LAST_STATES = 512  # tokens before the end of a prompt at which there are states; and at twice as many, and so on
 
@@ -141,7 +142,7 @@ class Worker:
             raise InvalidArgument(f"serve: drafts are not for {file}, whose prompts mlx-lm computes one at a time")
         self._tokenizer = tokenizer
         self._grammar_tokenizer = grammar_tokenizer(tokenizer)
-        target = model.model if isinstance(model, DraftedModel) else model
+        target = model.model if isinstance(model, DraftingModel) else model
         self._sharded = target if isinstance(target, VocabParallelModel) else None
         self._model = _scored(OneRequestModel(model) if fails_in_batches else model, self._sharded)
         self._drafts = limits.num_draft_tokens
@@ -409,10 +410,10 @@ def _evaluate(cache: list[Any]) -> None:
 
 
 def _scored(model: Any, sharded: VocabParallelModel | None) -> Any:
-    """A model that can make log-probabilities of prompts, of a draft model and a model those of the second.
+    """A model that can make log-probabilities of prompts; one with a source of drafts, of its own.
     ``sharded``: what is in it where its logits are sharded over the vocabulary."""
-    if isinstance(model, DraftedModel):
-        return DraftedModel(_scored(model.model, sharded), model.draft_model, sharded)
+    if isinstance(model, DraftingModel):
+        return model.with_model(_scored(model.model, sharded))
     return ScoredModel(model, None if sharded is None else sharded.gathered)
 
 

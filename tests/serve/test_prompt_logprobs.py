@@ -16,8 +16,8 @@ from mlxdist.nn import load_sharded
 from mlxdist.serve import prompt_logprobs
 from mlxdist.serve.adapters import AdaptedModel
 from mlxdist.serve.decisions import Decisions
+from mlxdist.serve.draft_model import DraftedModel
 from mlxdist.serve.scheduler import Request
-from mlxdist.serve.speculation import DraftedModel
 from mlxdist.serve.worker import BatchLimits, Worker
 
 

@@ -16,7 +16,7 @@ from waiting import wait_for
 
 from mlxdist import InvalidArgument, Mismatch
 from mlxdist.serve.decisions import Decisions
-from mlxdist.serve.speculation import DraftedModel
+from mlxdist.serve.draft_model import DraftedModel
 from mlxdist.serve.worker import BatchLimits, Worker
 
 
