@@ -19,7 +19,7 @@ from .errors import InvalidArgument
 from .json_reader import parse_json
 from .model_directory import pull_command
 
-__all__ = ["Checkpoint", "StoredTensor", "WeightFile", "all_of_names", "local_shape", "runs"]
+__all__ = ["MTP_FILE", "Checkpoint", "StoredTensor", "WeightFile", "all_of_names", "local_shape", "runs"]
 
 # Bytes of an element. F64, F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
 ITEM_SIZES = {
@@ -32,6 +32,7 @@ MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_INDEX_BYTES = 100_000_000
 MAX_READ = 2**30  # macOS refuses 2 GiB and more
 INDEX = "model.safetensors.index.json"
+MTP_FILE = "mtp.safetensors"  # weights that mlx-lm leaves out, beside those that it has converted
 _OF_SEVERAL = re.compile(r"(model[^/]*-)\d+-of-(\d+)\.safetensors", re.ASCII)
 _MAX_FILES = 4096  # that a name may say there are
 
@@ -206,6 +207,7 @@ def all_of_names(names: Iterable[str]) -> set[str]:
 
 class Checkpoint:
     """The weights in a directory as mlx-lm saves them: all files ``model*.safetensors``, and an index if there is one.
+    And ``mtp.safetensors``, which mlx-lm does not look at.
 
     Raises InvalidArgument: the directory has no such file, one is damaged, one is missing that the index or, without
     one, the names of others say there is, or a tensor is in two files or not in that of the index.
@@ -229,7 +231,7 @@ class Checkpoint:
                 f"there is no model*.safetensors in {directory}; give the directory of a model, or type: "
                 f"{pull_command(directory)}"
             )
-        self.files = [WeightFile(path) for path in paths]
+        self.files = [WeightFile(path) for path in (*paths, *directory.glob(MTP_FILE))]
         self.tensors: dict[str, StoredTensor] = {}
         for file in self.files:
             for name, tensor in file.tensors.items():

@@ -146,6 +146,7 @@ def layout_of(given: dict[str, Any]) -> Layout:
 @click.option(
     "--shard-draft-model", is_flag=True, help="Each rank has a shard of the draft model, instead of all of it."
 )
+@click.option("--mtp", is_flag=True, help="Draft with the model's own head for multi-token prediction.")
 @click.option("--prompt-lookup", is_flag=True, help="Draft what followed the last two tokens before.")
 @click.option(
     "--num-draft-tokens",
@@ -262,8 +263,9 @@ def serve(
     """
     if api_key:
         api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)
-    if given["draft_model"] and given["prompt_lookup"]:
-        raise click.UsageError("drafts are those of --draft-model or of --prompt-lookup")
+    drafting = [name for name in ("draft_model", "mtp", "prompt_lookup") if given[name]]
+    if len(drafting) > 1:
+        raise click.UsageError("drafts are those of --draft-model, of --mtp or of --prompt-lookup")
     if given["shard_draft_model"] and not given["draft_model"]:
         raise click.UsageError("--shard-draft-model is for --draft-model")
     if print_service is not None:
@@ -279,7 +281,7 @@ def serve(
         where = given["host"], given["port"], given["ssl_certfile"] is not None
         click.echo(client_settings(print_client, *where, has_key=bool(api_key)), nl=False)
         return
-    drafts = given["num_draft_tokens"] if given["draft_model"] or given["prompt_lookup"] else 0
+    drafts = given["num_draft_tokens"] if drafting else 0
     if ranks is not None or selection.hostfile is not None:
         if api_key:
             os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
@@ -322,6 +324,7 @@ def serve(
             "adapter_path",
             "draft_model",
             "shard_draft_model",
+            "mtp",
             "shard_vocabulary",
             "split_blocks",
         ),

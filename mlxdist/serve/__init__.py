@@ -33,7 +33,7 @@ decisions.py        what rank 0 decides before a step, as one small message: whi
 placement.py        Layout: which rank holds what of the model, given or chosen
 worker.py           BatchLimits; carry out the message, and run a step of mlx-lm's BatchGenerator
 speculation.py      drafts, which the model checks several at a time; draft.py: the interface of what proposes them, and
-                    drafts from the text; draft_model.py: those of a smaller model
+                    drafts from the text; draft_model.py: those of a smaller model; mtp.py: those of a head of the model
 memory.py           the memory of every rank for caches
 prefix_tree.py      the prefix cache, a radix tree over tokens; cache_blocks.py: the parts of caches that it holds
 prefix_disk.py      its disk tier

@@ -8,6 +8,7 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.models.load import LoadReport, load_sharded
+from mlxdist.nn.models.mtp_head import load_mtp_head
 from mlxdist.nn.models.split_model import ROWS_OF_A_SERVER, SplitModel
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -15,6 +16,7 @@ from mlxdist.runtime.group.group import Group
 from .adapters import AdaptedModel
 from .draft_model import DraftedModel
 from .log import say
+from .mtp import Backbone, MtpModel
 from .options import ServeOptions
 from .placement import ModelPlacement
 from .quantized_cache import quantize_caches
@@ -36,12 +38,16 @@ def load(
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
-            tokenizer; the draft model has another one; stages have a sharded vocabulary; there are no KV caches to
-            quantize.
+            tokenizer; the draft model has another one; stages have a sharded vocabulary or an MTP head; the model has
+            no MTP head; there are no KV caches to quantize.
     """
     with agreed("serve", group):
-        if placement.stage_plan is not None and options.shard_vocabulary:
-            raise InvalidArgument("serve: --shard-vocabulary is for ranks that share every layer, not stages")
+        for option, given in (("--shard-vocabulary", options.shard_vocabulary), ("--mtp", options.mtp)):
+            if given and placement.stage_plan is not None:
+                raise InvalidArgument(f"serve: {option} is for ranks that share every layer, not stages")
+    head = None
+    if options.mtp:  # before the model, which takes longer
+        head = load_mtp_head(directory, placement.plan, group=group, stream=options.stream_weights)
     model: Any
     model, tokenizer = load_sharded(
         directory,
@@ -52,6 +58,7 @@ def load(
         stream=options.stream_weights,
         on_report=on_report,
     )
+    plain = model
     model = _with_blocks("the model's layers", model, options, group)
     draft = _load_draft(options, group)
     # Before the models below, which make their prompt caches from those of the models inside them.
@@ -70,6 +77,8 @@ def load(
             model = DraftedModel(model, draft[0], model if isinstance(model, VocabParallelModel) else None)
             if draft[1] is None or draft[1].get_vocab() != tokenizer.get_vocab():
                 raise InvalidArgument(f"serve: the draft model {options.draft_model} has another tokenizer")
+        if head is not None:
+            model = MtpModel(model, head, Backbone(plain.model))
     return model, tokenizer
 
 

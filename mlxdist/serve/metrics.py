@@ -59,7 +59,7 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Tokens of the prompts of admitted requests.")
         self._cached = counter("cached_prompt_tokens", "Of these, tokens that the prefix cache had.")
         self._generated = counter("generated_tokens", "Tokens generated.")
-        self._drafted = counter("draft_tokens", "Drafts, of --draft-model or --prompt-lookup.")
+        self._drafted = counter("draft_tokens", "Drafts, of --draft-model, --mtp or --prompt-lookup.")
         self._accepted = counter("accepted_draft_tokens", "Drafts that became tokens of an answer.")
         self._preempted = counter("preempted", "Times that a request has left the batch for one that comes before it.")
         self._steps = counter("steps", "Messages of decisions, one broadcast each, those of idle seconds included.")

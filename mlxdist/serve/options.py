@@ -29,6 +29,7 @@ class ServeOptions:
         adapter_path: a directory of adapters that all requests use; without ``adapters``.
         draft_model: a directory or name like ``model``, with the same tokenizer; None for none.
         shard_draft_model: whether each rank has a shard of it, instead of all of it.
+        mtp: whether the model's own head for multi-token prediction drafts.
         shard_vocabulary: whether each rank computes the logits of a part of the vocabulary.
         limits: the limits of the batch.
         max_queue: requests that wait; more get 429.
@@ -52,6 +53,7 @@ class ServeOptions:
     adapter_path: str | None = None
     draft_model: str | None = None
     shard_draft_model: bool = False
+    mtp: bool = False
     shard_vocabulary: bool = False
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256

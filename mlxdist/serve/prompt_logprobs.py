@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .answer import Token
-from .row_caches import ModelWrapper, RowCache
+from .row_caches import ModelWrapper, PaddedRowCache
 from .sliding_windows import put_in_order
 
 __all__ = ["PromptLogprobs", "ScoredModel", "ScoresCache"]
@@ -71,21 +71,11 @@ def _pairs(tokens: mx.array, logprobs: mx.array) -> list[Any]:
     return [tuple(sorted(zip(*row), key=lambda each: -each[1])) for row in zip(ids, values)]
 
 
-class ScoresCache(RowCache):
+class ScoresCache(PaddedRowCache):
     """The :class:`PromptLogprobs` of each row; None for a row without."""
-
-    def __init__(self, rows: Any = ()) -> None:
-        super().__init__(rows)
-        self._lengths: list[int] | None = None  # tokens left of each row before its padding; None without padding
 
     def extract(self, idx: int) -> "ScoresCache":
         return ScoresCache()  # what the prefix cache keeps belongs to no request
-
-    def prepare(self, *, lengths: Any = None, **keywords: Any) -> None:
-        self._lengths = list(lengths)
-
-    def finalize(self) -> None:
-        self._lengths = None
 
     @property
     def are_wanted(self) -> bool:
@@ -94,13 +84,10 @@ class ScoresCache(RowCache):
 
     def add(self, logits: mx.array, full: Callable[[mx.array], mx.array]) -> None:
         """Adds the logits of a call, of shape (rows, tokens, vocabulary). ``full`` makes log-probabilities of them."""
-        length = logits.shape[1]
-        lengths = [length] * len(self.rows) if self._lengths is None else self._lengths
-        for number, (row, own) in enumerate(zip(self.rows, lengths)):
-            end = 0 if row is None else min(length, own, row.left)
+        for number, (row, own) in enumerate(zip(self.rows, self.unpadded(logits.shape[1]))):
+            end = 0 if row is None else min(own, row.left)
             for start in range(0, end, _BLOCK):
                 row.add(full(logits[number, start : min(start + _BLOCK, end)]))
-        self._lengths = self._lengths and [max(0, own - length) for own in self._lengths]
 
 
 class ScoredModel(ModelWrapper):

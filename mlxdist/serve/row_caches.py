@@ -12,7 +12,7 @@ from mlx_lm.models.cache import CacheList, _BaseCache
 
 from mlxdist.nn.pipeline_parallel.stage import Stage, stage_of
 
-__all__ = ["ModelWrapper", "RowCache", "flat", "of_layers", "of_rows"]
+__all__ = ["ModelWrapper", "PaddedRowCache", "RowCache", "flat", "of_layers", "of_rows"]
 
 
 class ModelWrapper(nn.Module):
@@ -71,6 +71,28 @@ class RowCache(_BaseCache):
     @property
     def nbytes(self) -> int:
         return 0
+
+
+class PaddedRowCache(RowCache):
+    """Values of rows that count the tokens of calls: where rows are padded, not those behind their own."""
+
+    def __init__(self, rows: Sequence[Any] = ()) -> None:
+        super().__init__(rows)
+        self._lengths: list[int] | None = None  # tokens left of each row before its padding; None without padding
+
+    def prepare(self, *, lengths: Any = None, **keywords: Any) -> None:
+        self._lengths = list(lengths)
+
+    def finalize(self) -> None:
+        self._lengths = None
+
+    def unpadded(self, length: int) -> list[int]:
+        """The number of tokens of each row without padding, in the next call, of ``length`` tokens."""
+        if self._lengths is None:
+            return [length] * len(self.rows)
+        found = [min(left, length) for left in self._lengths]
+        self._lengths = [left - own for left, own in zip(self._lengths, found)]
+        return found
 
 
 def of_layers(cache: Sequence[Any]) -> list[Any]:

@@ -306,6 +306,7 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
         found = {
             "model": fingerprint(Checkpoint(directory)),
             "draft model": "" if options.draft_model is None else _draft_model(options),
+            "--mtp": str(options.mtp),
             "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
             "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
             "--kv-bits or --kv-group-size": str((options.kv_bits, options.kv_group_size)),

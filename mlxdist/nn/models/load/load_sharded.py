@@ -69,6 +69,7 @@ def load_sharded(
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
     on_report: Callable[[LoadReport], Any] = lambda report: None,
+    get_model_classes: Callable[[dict[str, Any]], tuple[Any, Any]] | None = None,
 ) -> tuple[nn.Module, Any]:
     """A model of mlx-lm, sharded over the ranks of a group, and its tokenizer, or ``None`` if the directory has none.
 
@@ -95,6 +96,8 @@ def load_sharded(
             (:func:`mlxdist.nn.verify`). With a list of adapters, without these.
         tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
         on_report: called with a LoadReport, what loading has cost this rank, when all is loaded.
+        get_model_classes: as mlx-lm's argument of this name: the class of the model, and that of its arguments, for the
+            content of config.json, where they are to be others than mlx-lm's.
 
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
@@ -126,7 +129,7 @@ def load_sharded(
     adapters = [read_adapters(path, group, stream) for path in [*paths, *[None] * count][:count]]
     with (checkpoint_of_rank_0 if stream else _local_checkpoint)(directory, group) as checkpoint:
         with agreed("load_sharded", group):
-            model, sources, config = open_model(checkpoint)
+            model, sources, config = open_model(checkpoint, get_model_classes)
             plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
             plan.check(model)
             stage_plan = stage_plan or (plan_stages(model, pp) if pp > 1 else None)

@@ -7,7 +7,8 @@ can be read from there, or the result of a computation, for which its tensors mu
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,10 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.safetensors_reader import Checkpoint, StoredTensor, runs
+from mlxdist.base.safetensors_reader import MTP_FILE, Checkpoint, StoredTensor, runs
 from mlxdist.nn.layout.modules import dtype_name, parameters
+
+from .mtp_format import without_mtp
 
 __all__ = ["UNSIGNED", "ComputedTensor", "Source", "bytes_of", "open_model"]
 
@@ -61,9 +64,19 @@ def bytes_of(array: mx.array) -> np.ndarray:
     return np.array(array, copy=False).reshape(-1).view(np.uint8)
 
 
-def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], dict[str, Any]]:
+Classes = Callable[[dict[str, Any]], tuple[Any, Any]]
+
+
+def open_model(
+    checkpoint: Checkpoint, get_model_classes: Classes | None = None
+) -> tuple[nn.Module, dict[str, Source], dict[str, Any]]:
     """mlx-lm's model of a directory, whose parameters have shapes and dtypes but no memory; their sources by path;
     config.
+
+    Args:
+        checkpoint: the directory.
+        get_model_classes: as mlx-lm's argument of this name: returns, for config.json, another class than mlx-lm's
+            model, and that of its arguments. An InvalidArgument of these continues a sentence with the directory.
 
     Raises:
         InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many, of another
@@ -79,11 +92,14 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
     floats: set[str] = set()
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        model_class, arguments_class = utils._get_classes(config)
-        return lambda arguments: _recording(model_class(arguments), stored, floats), arguments_class
+        model_class, arguments_class = (get_model_classes or utils._get_classes)(config)
+        chosen = partial(without_mtp, config) if get_model_classes is None else partial(_with_mtp_file, checkpoint)
+        return lambda arguments: _recording(model_class(arguments), stored, floats, chosen), arguments_class
 
     try:
         model, config = utils.load_model(checkpoint.directory, lazy=True, get_model_classes=classes)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{checkpoint.directory} {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError | AttributeError) else error
         raise InvalidArgument(f"mlx-lm cannot build the model in {checkpoint.directory}: {what}") from error
@@ -102,14 +118,32 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
     return model, sources, config
 
 
-def _recording(model: nn.Module, stored: dict[int, tuple[str, mx.array]], floats: set[str]) -> nn.Module:
-    """Notes which array stands for which tensor when mlx-lm hands the weights to the model for the first time.
+def _with_mtp_file(checkpoint: Checkpoint, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The weights with those in a file that mlx-lm does not look at."""
+    for file in checkpoint.files:
+        if file.path.name == MTP_FILE:
+            arrays: Any = mx.load(str(file.path))
+            weights = weights | arrays
+            if file.metadata.get("format") != "mlx":  # mlx-lm knows what it has not converted by such an axis
+                weights["original.conv1d.weight"] = mx.zeros((1, 1, 2))
+    return weights
+
+
+def _recording(
+    model: nn.Module,
+    stored: dict[int, tuple[str, mx.array]],
+    floats: set[str],
+    chosen: Callable[[dict[str, mx.array]], dict[str, mx.array]],
+) -> nn.Module:
+    """Notes which array stands for which tensor when mlx-lm hands the weights to the model for the first time. The
+    model gets those that ``chosen`` returns.
 
     And then, once it has quantized the layers, which parameters are floats: MLX compares the shapes alone.
     """
     sanitize = getattr(model, "sanitize", lambda weights: weights)
 
     def recorded(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        weights = chosen(weights)
         stored.update({id(array): (name, array) for name, array in weights.items()})
         del model.sanitize  # this function; that of the class stays
         return sanitize(weights)
