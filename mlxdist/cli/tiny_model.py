@@ -53,7 +53,7 @@ def tiny_model(
     CONFIG is a config.json, a directory that has one, or the name of a model that `mlxdist pull` has fetched. mlx-lm
     loads the model, and 2, 3 and 4 ranks shard it where they shard the original. A tokenizer beside the config.json is
     copied, and the vocabulary then keeps its size. Weights that MLX has quantized are quantized here too; other
-    formats become plain weights.
+    formats become plain weights. Those of a head for multi-token prediction are in mtp.safetensors.
     """
     if len({name for name, _ in fixed}) < len(fixed):
         raise InvalidArgument("--set gives a field twice")

@@ -2,13 +2,15 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import MTP_FILE
 
 __all__ = ["other_files", "require_no_folder", "write_model_folder"]
 
@@ -27,9 +29,14 @@ def other_files(base: Path) -> list[Path]:
 
 
 def write_model_folder(
-    target: Path, model: nn.Module, files: Iterable[Path], config: dict[str, Any] | None = None
+    target: Path,
+    model: nn.Module,
+    files: Iterable[Path],
+    config: dict[str, Any] | None = None,
+    mtp: Mapping[str, mx.array] = {},
 ) -> None:
-    """Writes the weights of a model, with copies of ``files``, and a config.json, if there is a new one.
+    """Writes the weights of a model, with copies of ``files``, and a config.json, if there is a new one; those of a
+    head ``mtp`` into a file of their own, since mlx-lm would not load them.
 
     ``target`` is complete or not there. Raises OSError: it exists and is not empty, or cannot be written.
     """
@@ -42,6 +49,8 @@ def write_model_folder(
         save_model(folder, model)
         for file in files:
             shutil.copy(file, folder)
+        if mtp:
+            mx.save_safetensors(str(folder / MTP_FILE), dict(mtp), metadata={"format": "mlx"})
         if config is not None:
             save_config(dict(config), folder / "config.json")
         folder.replace(target)

@@ -9,13 +9,16 @@ from bpe_models import bpe_tokenizer
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.utils import _get_classes, load
+from mlx_lm.utils import _get_classes, load, load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import mlxdist
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.cli import commands
+from mlxdist.nn.models.load import load_sharded
 from mlxdist.nn.models.load.weight_sources import open_model
+from mlxdist.nn.models.mtp_head import load_mtp_head
 from mlxdist.nn.models.plan import plan_shards
 from mlxdist.tools.models.small_config import small_config
 
@@ -64,6 +67,21 @@ def plan(model, ranks):
 def some_of(names):
     """All names, of which one in eight is for `make test`."""
     return [pytest.param(name, marks=[pytest.mark.long] * (number % 8 > 0)) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("more", [{}, QUANTIZED])
+def test_a_head_for_multi_token_prediction_is_there_where_the_config_has_one(tmp_path, kind, more):
+    """In a file that mlx-lm does not read, which would refuse its weights."""
+    config = tiny_models.config_of(kind) | {"num_nextn_predict_layers": 1} | more
+    make(tmp_path, config)
+    mlxdist.init()
+    load_model(tmp_path / "made")
+    head = load_mtp_head(tmp_path / "made", plan_shards(load_sharded(tmp_path / "made")[0]))
+    assert ("scales" in head.projection) == bool(more)
+    (tmp_path / "none").mkdir()
+    make(tmp_path / "none", config | {"num_nextn_predict_layers": 0})
+    assert not (tmp_path / "none" / "made" / "mtp.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", some_of(LARGE))

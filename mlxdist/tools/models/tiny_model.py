@@ -19,6 +19,7 @@ from .places import parse_config
 from .small_config import LAYERS, SIZES, small_config
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import mlx.nn as nn
 
 __all__ = ["make_tiny_model", "read_config"]
@@ -60,7 +61,8 @@ def make_tiny_model(
         keep_sizes: change no other sizes.
 
     Returns:
-        "target", "model_type", "parameters", "bytes", and "sizes": [before, after] of each number that has changed.
+        "target", "model_type", "parameters", "bytes" with those of a head for multi-token prediction, and "sizes":
+        [before, after] of each number that has changed.
 
     Raises:
         InvalidArgument: an argument is wrong, or mlx-lm cannot build the model.
@@ -86,11 +88,12 @@ def make_tiny_model(
     small |= extra
     model = _build(small, seed)
     _convert(model, config, quantization)
+    mtp = _mtp_weights(small, config, quantization)
     from mlx_lm.utils import get_total_parameters
 
-    nbytes = sum(array.nbytes for array in parameters(model).values())
+    nbytes = sum(array.nbytes for array in [*parameters(model).values(), *mtp.values()])
     require_room(target.absolute().parent, nbytes, "the small model")
-    write_model_folder(target, model, sorted(set(found)), small)
+    write_model_folder(target, model, sorted(set(found)), small, mtp)
     return {
         "target": str(target),
         "model_type": config["model_type"],
@@ -163,6 +166,22 @@ def _build(config: dict[str, Any], seed: int) -> nn.Module:
             f"mlx-lm cannot build a {config['model_type']} of these sizes: {what}; give other sizes with "
             "--set NAME=VALUE, or keep those of the configuration with --keep-sizes --set num_hidden_layers=2"
         ) from error
+
+
+def _mtp_weights(
+    config: dict[str, Any], source: Mapping[str, Any], quantization: Mapping[str, Any]
+) -> dict[str, mx.array]:
+    """The weights of the model's head for multi-token prediction by their names in a folder; none without a head."""
+    from mlxdist.nn.layout.modules import parameters
+    from mlxdist.nn.models.load.mtp_format import declares_mtp
+    from mlxdist.nn.models.mtp_head import head_classes
+
+    if not declares_mtp(config):
+        return {}
+    make, arguments = head_classes(config)
+    head = make(arguments.from_dict(config))
+    _convert(head, source, quantization)
+    return {head.original(name): array for name, array in parameters(head).items()}
 
 
 def _convert(model: nn.Module, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
