@@ -6,6 +6,7 @@ Rank 0 calls ``kv.send(cache, 1, model=model)`` after ``model(prompt, cache=cach
 and stages may differ on the two sides.
 """
 
+from .cache_layout import layout_of
 from .transfer import recv, send
 
-__all__ = ["recv", "send"]
+__all__ = ["layout_of", "recv", "send"]

@@ -5,16 +5,17 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList
 
 from ..base.errors import InvalidArgument
 from ..runtime.group.group import Group, GroupLike
 from ..runtime.operations.arguments import group_of
 from .agreement import answer, attempt, no_cache, propose
-from .holdings import Held, holdings
+from .cache_layout import CacheLayout
+from .holdings import Held
 from .messages import INVALID, Receives, Sends
 from .offers import Offers, as_json, offer, read_offers
-from .same_model import described_model, require_same_model
+from .same_model import require_same_model
 from .states import CACHES, arrays_in, checked_layers, described, is_array, state_of
 from .takes import Takes, choose, described_blocks, join, read_takes, taken
 
@@ -35,7 +36,8 @@ def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, g
     Args:
         cache: what ``mlx_lm.models.cache.make_prompt_cache`` makes, one for each layer.
         dst: the rank, in ``group``, or several.
-        model: that has computed the cache: full, of ``shard_model``, ``pipeline_parallel`` or both.
+        model: that has computed the cache: full, of ``shard_model``, ``pipeline_parallel`` or both; or what
+            :func:`layout_of` has found about it.
         group: default: all ranks.
 
     Raises:
@@ -46,11 +48,15 @@ def send(cache: Sequence[Any], dst: int | Sequence[int], *, model: Any = None, g
     """
     group = group_of(group)
     peers = _peers("dst", dst, group)
-    said, refusal = attempt(lambda: _described(cache, model, len(peers) == 1))
+    layout, refusal = attempt(lambda: _layout(model))
+    said = None
+    if layout is not None:
+        said, refusal = attempt(lambda: _described(cache, layout, len(peers) == 1))
     if propose(said, refusal, peers, group) == [True]:
         _send_whole(cache, peers[0], group)
     else:
-        _send_parts(cache, peers, model, group)
+        assert layout is not None  # or there was a refusal
+        _send_parts(cache, peers, layout, group)
 
 
 def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None = None) -> list[Any]:
@@ -58,8 +64,9 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None
 
     Args:
         src: the rank, in ``group``, or several, the same on all receivers.
-        model: that goes on with the cache, the same as the senders' but for shards and stages. It is called with one
-            token, of which nothing is computed, unless it has what the one sender has.
+        model: that goes on with the cache, the same as the senders' but for shards and stages; or what
+            :func:`layout_of` has found about it. A model is called with one token, of which nothing is computed, unless
+            it has what the one sender has.
         group: as for :func:`send`.
 
     Returns:
@@ -71,8 +78,8 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None
     """
     group = group_of(group)
     peers = _peers("src", src, group)
-    found, refusal = attempt(lambda: described_model(model))
-    own: Any = found  # None where it is refused, which the answer says first
+    layout, refusal = attempt(lambda: _layout(model))
+    own: Any = layout and layout.described  # None where it is refused, which the answer says first
     models: list[Any] = []  # of the senders
     layers: list[list[Any]] = []
 
@@ -86,18 +93,24 @@ def recv(src: int | Sequence[int], *, model: Any = None, group: GroupLike | None
 
     if answer(decide, refusal, peers, group) == [True]:
         return _recv_whole(layers, peers[0], group)
-    return _recv_parts(peers, model, lambda: require_same_model(models, own, peers), group)
+    assert layout is not None  # or there was a refusal
+    return _recv_parts(peers, layout, lambda: require_same_model(models, own, peers), group)
 
 
-def _described(cache: Any, model: Any, is_alone: bool) -> dict[str, Any]:
+def _layout(model: Any) -> CacheLayout:
+    return model if isinstance(model, CacheLayout) else CacheLayout(model)
+
+
+def _described(cache: Any, layout: CacheLayout, is_alone: bool) -> dict[str, Any]:
     """Describes the model to the receivers, and the cache if there is one receiver, which may get it as it is."""
     if not isinstance(cache, list | tuple):
         raise InvalidArgument(f"kv.send: cache must be a list with a cache for each layer, not {type(cache).__name__}")
-    said, count = described_model(model), len(make_prompt_cache(model))
     layers = [[type(layer).__name__, described(state_of(layer, number))] for number, layer in enumerate(cache)]
-    if len(cache) != count:
-        raise InvalidArgument(f"kv.send: the cache has {len(cache)} layers, and is not one of the model: {count}")
-    return {"model": said, "layers": layers if is_alone else None}
+    if len(cache) != layout.layers:
+        raise InvalidArgument(
+            f"kv.send: the cache has {len(cache)} layers, and is not one of the model: {layout.layers}"
+        )
+    return {"model": layout.described, "layers": layers if is_alone else None}
 
 
 def _send_whole(cache: Sequence[Any], dst: int, group: Group) -> None:
@@ -116,8 +129,8 @@ def _recv_whole(layers: list[list[Any]], src: int, group: Group) -> list[Any]:
     return cache
 
 
-def _send_parts(cache: Sequence[Any], dst: Sequence[int], model: Any, group: Group) -> None:
-    offered, refusal = attempt(lambda: offer(cache, holdings(model)))
+def _send_parts(cache: Sequence[Any], dst: Sequence[int], layout: CacheLayout, group: Group) -> None:
+    offered, refusal = attempt(lambda: offer(cache, layout.held))
     states, offers = offered or ([], [])
     answers = propose(as_json(offers), refusal, dst, group)
     try:
@@ -141,8 +154,8 @@ def _send_arrays(states: list[list[Any]], offers: Offers, takes: dict[int, Takes
     sends.wait()
 
 
-def _recv_parts(src: Sequence[int], model: Any, require_model: Callable[[], None], group: Group) -> list[Any]:
-    held, refusal = attempt(lambda: holdings(model))
+def _recv_parts(src: Sequence[int], layout: CacheLayout, require_model: Callable[[], None], group: Group) -> list[Any]:
+    held, refusal = attempt(lambda: layout.held)
     held = held or []
     offers: list[Offers] = []
 

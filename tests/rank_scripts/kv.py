@@ -141,7 +141,8 @@ def sides(senders, receivers, made, *names):
         fields: dict = {"head_dim": 32} if made == "quantized" else {}
         fields |= {"heads": tuple(map(int, heads.split(",")))} if heads else {}
         full, model = tiny_models.build(name, **fields), both.place(tiny_models.build(name, **fields))
-        transfer = lambda: both.transfer(prefilled(model, made) if both.sends else None, model)
+        known = kv.layout_of(model) if name == "qwen3" else model
+        transfer = lambda: both.transfer(prefilled(model, made) if both.sends else None, known)
         if spec.startswith("-"):
             refused(r"layer \d+, (whose cache is|an?) \w+", transfer)
             continue
