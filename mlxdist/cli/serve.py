@@ -52,6 +52,13 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
 
 
+def _ranks(text: str) -> list[int]:
+    """Parses numbers of ranks, such as 0,1. Raises ValueError."""
+    if not re.fullmatch(r"\d{1,5}(,\d{1,5})*", text, re.ASCII):
+        raise ValueError(f"{text!r:.80} are not ranks, such as 0,1")
+    return [int(number) for number in text.split(",")]
+
+
 _RESTARTS = 3
 
 
@@ -136,6 +143,12 @@ def layout_of(given: dict[str, Any]) -> Layout:
     help="When a rank has failed, start all again, at most K times; 0: rank 0 listens itself, on its host.",
 )
 @layout_options
+@click.option(
+    "--prefill-ranks",
+    type=Parsed("RANKS", _ranks),
+    help="Ranks that compute prompts, such as 0,1; those of --decode-ranks generate. Default: all ranks do both.",
+)
+@click.option("--decode-ranks", type=Parsed("RANKS", _ranks), help="Ranks that generate; with --prefill-ranks.")
 @click.option(
     "--split-blocks/--no-split-blocks",
     default=None,
@@ -314,6 +327,8 @@ def serve(
         model,
         adapters=tuple((name, path) for name, _, path in (text.partition("=") for text in given["adapter"])),
         layout=layout_of(given),
+        prefill_ranks=tuple(given["prefill_ranks"] or ()),
+        decode_ranks=tuple(given["decode_ranks"] or ()),
         limits=BatchLimits(**limits, num_draft_tokens=drafts),
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         http=_http_options(given, api_key),

@@ -23,6 +23,7 @@ preparation_pool.py processes that make requests into tokens; preparation_proces
 cluster_status.py   what rank 0 says of all ranks
 tool_calls.py       calls of tools that a request asks for, and that a model has written
 scheduler.py        the queue, who is admitted or preempted, who has left or is late
+disaggregated_scheduler.py  schedulers of ranks that compute prompts and of ranks that generate
 answer.py           the tokens of an answer with their text; stop_words.py: where its text ends
 output.py           text, thoughts and calls of tools of an answer; token_bytes.py: the bytes of a token
 chat.py             a terminal in place of HTTP, `mlxdist chat`
@@ -32,6 +33,8 @@ All ranks:
 decisions.py        what rank 0 decides before a step, as one small message: which requests begin, which end
 placement.py        Layout: which rank holds what of the model, given or chosen
 worker.py           BatchLimits; carry out the message, and run a step of mlx-lm's BatchGenerator
+disaggregation.py   Side: the ranks that share a model, where some compute prompts and others generate
+disaggregated_worker.py  their steps; kv_transfers.py: what is sent between them; remote_outcome.py: results for rank 0
 speculation.py      drafts, which the model checks several at a time; draft.py: the interface of what proposes them, and
                     drafts from the text; draft_model.py: those of a smaller model; mtp.py: those of a head of the model
 memory.py           the memory of every rank for caches
@@ -40,7 +43,7 @@ prefix_disk.py      its disk tier
 quantized_cache.py  KV caches of a few bits in batches
 row_caches.py       values of the rows of a batch; adapters.py: the adapter of each row
 sliding_windows.py  a mend of mlx-lm's batches of them
-prompt_logprobs.py  log-probabilities of the tokens of prompts
+prompt_logprobs.py  log-probabilities of the tokens of prompts; token_logprobs.py: of sampled ones
 sampling.py         mlx-lm's samplers, each with the random state of its request
 grammar.py          structured output: which tokens may follow, by llguidance
 vocabulary.py       the output layer sharded over the vocabulary, and samples from its shards

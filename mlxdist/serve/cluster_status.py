@@ -44,8 +44,8 @@ class ClusterStatus:
         """
         counts = self.metrics.counts(self.gauges())
         held = [asdict(holding) for holding in self.holdings]
-        for rank, (row, limit) in enumerate(zip(held, self.limits)):
-            row |= {"memory": self.metrics.active_memory.get(rank), "limit": limit if limit < UNLIMITED else None}
+        for row, limit in zip(held, self.limits):
+            row |= {"memory": self.metrics.active_memory.get(row["rank"]), "limit": limit if limit < UNLIMITED else None}
         found: dict[str, Any] = {"requests": counts, "observation": None, "held": held}
         found |= {"model": self.model, "layout": self.layout}
         directory = rank_directory(0)

@@ -4,7 +4,7 @@ A message has FRAME bytes, or as many as the message before it announced. So pro
 broadcast: rank 0 announces their size, and they are in the next message. Beyond FRAME bytes, a message carries only
 data of admitted requests: 4 bytes per token of the prompt and stop token, 12 per entry of logit_bias, grammars.
 
-Layout, little-endian: a header, the requests that end, the admitted requests, zeros.
+Layout, little-endian: a header, the requests that end, those that are sent, the admitted requests, zeros.
 """
 
 import struct
@@ -25,6 +25,7 @@ __all__ = [
     "MAX_ENDS",
     "MAX_GRAMMAR",
     "MAX_PROMPT",
+    "MAX_SENDS",
     "MAX_STOP_TOKENS",
     "MAX_TOP_LOGPROBS",
     "ROOM",
@@ -41,13 +42,15 @@ MAX_STOP_TOKENS = 64  # of one request
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 MAX_DRAFTS = 64  # of a request in a step
 MAX_ENDS = 48  # of one message
+MAX_SENDS = 8  # of one message
 MAX_ADMISSIONS = 4  # of one message; but for what they bring, these fit into FRAME with all else
 
 _MAGIC = b"mlxS"
-_HEADER = struct.Struct("<4sIIIHHBBB")
+_HEADER = struct.Struct("<4sIIIIHHBBBB")
 _REQUEST = struct.Struct("<IIQI 2dI3d dIdIdI ?BHI? IBHIB")
 _SEGMENT = struct.Struct("<I")
 _END = struct.Struct("<II")
+_SEND = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class Decisions:
         reports: all ranks gather their memory in use after this step.
         drafts: the maximum number of drafts of each request in this step, if there are drafts.
         next_size: bytes of the next message, from FRAME.
+        send: to prefill ranks: requests whose prompts are computed, and whose caches they send to the decode ranks.
+        received: to decode ranks: all of them have received the caches of requests with lower numbers.
     """
 
     step: int
@@ -187,13 +192,16 @@ class Decisions:
     next_size: int = FRAME
     reports: bool = False
     drafts: int = MAX_DRAFTS
+    send: Sequence[int] = ()
+    received: int = 0
 
     def encode(self, size: int) -> bytes:
         """The decisions as a message of ``size`` bytes, which must be enough for them."""
-        counts = len(self.end), len(self.admit), self.stop, self.reports, self.drafts
-        header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, *counts)
+        counts = len(self.end), len(self.admit), self.stop, self.reports, self.drafts, len(self.send)
+        header = _HEADER.pack(_MAGIC, self.step, self.digest, self.next_size, self.received, *counts)
         requests = [request.encode() for request in self.admit]
-        message = b"".join([header, *(_END.pack(*each) for each in self.end), *requests])
+        ends = (_END.pack(*each) for each in self.end)
+        message = b"".join([header, *ends, *map(_SEND.pack, self.send), *requests])
         assert len(message) <= size
         return message.ljust(size, b"\0")
 
@@ -201,17 +209,21 @@ class Decisions:
     def decode(cls, message: bytes) -> "Decisions":
         """The decisions in a message. Raises InvalidArgument: the bytes are no message, or exceed the limits above."""
         reader = _Reader(message)
-        magic, step, digest, size, ends, admissions, stop, reports, drafts = _HEADER.unpack(reader.take(_HEADER.size))
+        magic, step, digest, size, received, *counts = _HEADER.unpack(reader.take(_HEADER.size))
+        ends, admissions, stop, reports, drafts, sends = counts
         _require(magic == _MAGIC and stop <= 1 and reports <= 1, "it does not begin as one")
         _require(FRAME <= size <= max_size(), "the size of the next is beyond the limits")
         _require(drafts <= MAX_DRAFTS, "it has too many drafts")
-        _require(ends <= MAX_ENDS and admissions <= MAX_ADMISSIONS, "it has too many requests")
+        is_within = ends <= MAX_ENDS and admissions <= MAX_ADMISSIONS and sends <= MAX_SENDS
+        _require(is_within, "it has too many requests")
         end = [_END.unpack(reader.take(_END.size)) for _ in range(ends)]
+        send = [_SEND.unpack(reader.take(_SEND.size))[0] for _ in range(sends)]
         admit = [Admission.read(reader) for _ in range(admissions)]
-        return cls(step, digest, end, admit, bool(stop), size, bool(reports), drafts)
+        return cls(step, digest, end, admit, bool(stop), size, bool(reports), drafts, send, received)
 
 
-ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS  # bytes for requests in a message of FRAME bytes, whatever ends
+# Bytes for requests in a message of FRAME bytes, whatever ends and is sent.
+ROOM = FRAME - _HEADER.size - _END.size * MAX_ENDS - _SEND.size * MAX_SENDS
 
 
 def max_size() -> int:

@@ -31,10 +31,11 @@ def load(
     placement: ModelPlacement,
     group: Group,
     on_report: Callable[[LoadReport], object],
+    inspect: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[Any, Any]:
     """Loads the model, in the form that mlx-lm's generators call, and its tokenizer. Collective.
 
-    ``on_report``: as of :func:`load_sharded`.
+    ``on_report``: as of :func:`load_sharded`. ``inspect``: called with the sharded model of mlx-lm.
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
@@ -59,6 +60,8 @@ def load(
         on_report=on_report,
     )
     plain = model
+    with agreed("serve", group):
+        inspect(model)
     model = _with_blocks("the model's layers", model, options, group)
     draft = _load_draft(options, group)
     # Before the models below, which make their prompt caches from those of the models inside them.

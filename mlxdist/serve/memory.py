@@ -71,7 +71,12 @@ def reserved(needs: Collection[int]) -> int:
 
 
 def cache_memory(
-    model: nn.Module, requests: int, chunk: int, group: Group, max_total_tokens: int | None = None
+    model: nn.Module,
+    requests: int,
+    chunk: int,
+    group: Group,
+    max_total_tokens: int | None = None,
+    neighbors: int | None = None,
 ) -> CacheMemory:
     """The memory that the ranks have left for caches. Collective.
 
@@ -79,12 +84,14 @@ def cache_memory(
         requests: the maximum number of requests that run, each with states: sliding windows, linear attention.
         chunk: tokens that a sliding window may have beyond its size.
         max_total_tokens: the number of tokens to use memory for, in place of what is left.
+        neighbors: the number of ranks on this host; None for those of the group.
 
     Raises:
         InvalidArgument: on every rank; some rank has no memory for KV caches.
     """
     per_token, fixed = cache_sizes(model, chunk)
-    neighbors = texts(host_identity(), group).count(host_identity())
+    if neighbors is None:
+        neighbors = texts(host_identity(), group).count(host_identity())
     # Ranks on one host share the memory of its device.
     limit = _SHARE * device_limit() / neighbors
     left = limit - mx.get_active_memory() - fixed * requests

@@ -64,6 +64,7 @@ class Metrics:
         self._preempted = counter("preempted", "Times that a request has left the batch for one that comes before it.")
         self._steps = counter("steps", "Messages of decisions, one broadcast each, those of idle seconds included.")
         self._decision_bytes = counter("decision_bytes", "Bytes of these messages.")
+        self._kv_bytes = counter("kv_bytes", "Bytes of prompt caches that decode ranks have received.")
         counter("restarts", "Restarts of all ranks; the other counters of rank 0 begin again with each.").inc(restarts)
         self._queue = histogram(
             "request_queue_seconds", "From when a request is queued to its place in the batch.", _REQUEST_SECONDS
@@ -82,6 +83,9 @@ class Metrics:
             for name, about in {
                 "running": "Requests in the batch.",
                 "queued": "Requests that wait for a place in it.",
+                "prefill_running": "Requests in the batch whose prompts prefill ranks compute.",
+                "computed": "Requests whose prompts are computed, and that wait for a place on the decode ranks.",
+                "transfers": "Requests whose prompt caches are on their way to the decode ranks.",
                 "reserved_tokens": "Tokens that the KV caches of the batch come to have, at most.",
                 "drafts_per_step": "Drafts of a request in a step, at most; 0 without them and while they do not pay.",
                 "prefix_cache_tokens": "Tokens of the prefix cache in memory; those that sequences share count once.",
@@ -93,6 +97,7 @@ class Metrics:
         self._memory = gauge(
             "active_memory_bytes", "Memory that MLX uses: weights, caches and what is being computed.", "rank"
         )
+        self._side = gauge("rank_side", "1 for each rank with its side, prefill or decode.", "rank", "side")
 
     def step(self, size: int) -> None:
         """Counts a message of decisions of ``size`` bytes."""
@@ -125,6 +130,10 @@ class Metrics:
         self._drafted.inc(drafts)
         self._accepted.inc(accepted)
 
+    def received(self, kv_bytes: int) -> None:
+        """Counts the bytes of prompt caches that decode ranks have received."""
+        self._kv_bytes.inc(kv_bytes)
+
     def preempted(self) -> None:
         """Counts a request that has left the batch, and waits again."""
         self._preempted.inc()
@@ -137,6 +146,11 @@ class Metrics:
         self._ended[outcome].inc()
         if outcome in ("stop", "length"):
             self._whole.observe(seconds)
+
+    def side(self, name: str, ranks: Iterable[int]) -> None:
+        """Names the side of ``ranks``, "prefill" or "decode"."""
+        for rank in ranks:
+            self._side.labels(str(rank), name).set(1)
 
     def memory(self, rank: int, active_bytes: int) -> None:
         """Sets what MLX uses on a rank."""

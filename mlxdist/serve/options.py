@@ -23,6 +23,8 @@ class ServeOptions:
         http: where the application of HTTP listens, and to whom it answers.
         application: the address of the launcher's application; rank 0 then listens for it alone. Empty for none.
         layout: which rank holds which shard of the model.
+        prefill_ranks, decode_ranks: the ranks that compute prompts, and those that generate, each with all of the model
+            among them; empty for both: all ranks do both.
         stream_weights: whether only rank 0 has the model, and sends the other ranks their shards.
         split_blocks: whether the layers are split blocks where they can be; None: where they are faster, too.
         adapters: names and directories of adapters; each request uses one of them, or none.
@@ -47,6 +49,8 @@ class ServeOptions:
     http: HttpOptions = HttpOptions()
     application: str = ""
     layout: Layout = Layout()
+    prefill_ranks: tuple[int, ...] = ()
+    decode_ranks: tuple[int, ...] = ()
     stream_weights: bool = False
     split_blocks: bool | None = None
     adapters: tuple[tuple[str, str], ...] = ()
@@ -66,6 +70,11 @@ class ServeOptions:
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether some ranks compute prompts, and the others generate."""
+        return bool(self.prefill_ranks or self.decode_ranks)
+
     def check(self) -> None:
         """Checks the options. Raises InvalidArgument: some of them exclude each other."""
         names = [name for name, _ in self.adapters]
@@ -82,3 +91,15 @@ class ServeOptions:
                 )
             if name in names[:place]:
                 raise InvalidArgument(f"serve: {name} is the name of two adapters")
+        if self.is_disaggregated:
+            self._check_disaggregated()
+
+    def _check_disaggregated(self) -> None:
+        if self.limits.num_draft_tokens:
+            raise InvalidArgument(
+                "serve: with --prefill-ranks there are no drafts; leave out --draft-model or --prompt-lookup"
+            )
+        if self.stream_weights:
+            raise InvalidArgument("serve: with --prefill-ranks each rank reads the files; leave out --stream-weights")
+        if self.layout.plan is not None or self.layout.rank_shares is not None:
+            raise InvalidArgument("serve: --plan and --rank-shares are for ranks that share one model; leave them out")

@@ -121,11 +121,12 @@ class Holding:
 
 
 def show(placement: ModelPlacement, report: LoadReport, group: Group) -> list[Holding]:
-    """Prints on rank 0 which rank holds which shard, and returns it there; other ranks get an empty list.
+    """Prints on the first rank of a group which rank holds which shard, and returns it there; others get an empty list.
 
     Collective: one all_gather.
     """
-    rows = texts(f"{engine_of(group).world.host}\n{report.bytes_held}\n{report.seconds:.1f}", group)
+    world = engine_of(group).world
+    rows = texts(f"{world.rank}\n{world.host}\n{report.bytes_held}\n{report.seconds:.1f}", group)
     if group.rank() != 0:
         return []
     say(f"{size(report.bytes_total)} of weights, {placement.describe()}")
@@ -134,13 +135,13 @@ def show(placement: ModelPlacement, report: LoadReport, group: Group) -> list[Ho
         table.add_column(name, justify="left" if name in ("host", "layers") else "right")
     holdings = []
     for rank, row in enumerate(rows):
-        host, held, seconds = row.split("\n")
+        number, host, held, seconds = row.split("\n")
         stage = placement.stage_plan and placement.stage_plan.layers(rank // placement.plan.ranks)
         layers = f"{stage[0]} to {stage[-1]}" if stage else "all"
         share = int(held) / report.bytes_total
-        table.add_row(str(rank), host, layers, size(int(held)), f"{share:.0%}", f"{seconds} s")
+        table.add_row(number, host, layers, size(int(held)), f"{share:.0%}", f"{seconds} s")
         named = f"layers {layers}" if stage else "all layers"
-        holdings.append(Holding(rank, host, named, int(held), share))
+        holdings.append(Holding(int(number), host, named, int(held), share))
     Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False).print(table)
     return holdings
 

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["QuantizedKVCache", "are_quantized", "loaded_caches", "quantize_caches"]
+__all__ = ["QuantizedKVCache", "are_quantized", "as_of_mlx_lm", "loaded_caches", "quantize_caches"]
 
 
 class QuantizedKVCache(CacheList):
@@ -99,8 +99,16 @@ def are_quantized(caches: Sequence[Any]) -> bool:
 
 
 def loaded_caches(caches: Sequence[Any]) -> list[Any]:
-    """Caches from a file, in the form for a batch: mlx-lm loads quantized ones as its own class."""
+    """Caches from a file or another rank, in the form for a batch: quantized ones come as mlx-lm's own class."""
     return [
         QuantizedKVCache.from_state(cache.state) if isinstance(cache, mlx_lm_cache.QuantizedKVCache) else cache
+        for cache in caches
+    ]
+
+
+def as_of_mlx_lm(caches: Sequence[Any]) -> list[Any]:
+    """The reverse of :func:`loaded_caches`, for caches of one request."""
+    return [
+        mlx_lm_cache.QuantizedKVCache.from_state(cache.state) if isinstance(cache, QuantizedKVCache) else cache
         for cache in caches
     ]

@@ -12,17 +12,16 @@ from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
-import mlx.core as mx
-
 from .answer import Answer, PromptTokens, Token
 from .decisions import FRAME, MAX_ADMISSIONS, MAX_ENDS, ROOM, Admission, Decisions
 from .draft_policy import DraftPolicy
 from .memory import UNLIMITED, reserved
 from .metrics import Metrics
 from .refusal import Refusal, sentence
+from .token_logprobs import token_of
 from .worker import Outcome
 
-__all__ = ["LATE", "Request", "Scheduler"]
+__all__ = ["LATE", "Request", "Scheduler", "order_of"]
 
 _MAX_RETRY_AFTER = 600  # seconds
 _LEVEL = 60.0  # seconds of waiting that a level of priority is worth
@@ -172,8 +171,8 @@ class Scheduler:
                     429,
                     retry_after=_retry_after(self._seconds * (len(self._waiting) + 1) / self._places),
                 )
-            bisect.insort(self._waiting, request, key=_order)
-            self._changed.notify()
+            bisect.insort(self._waiting, request, key=order_of)
+            self._changed.notify_all()
 
     def stop(self, drain: float = 0.0) -> None:
         """Refuses requests from now on, and makes a decision stop the server: once all have ended, in at most ``drain``
@@ -181,18 +180,22 @@ class Scheduler:
         """
         self._stops_at = time.monotonic() + (drain if self._stops_at is None else 0.0)
         with self._changed:  # which that thread may hold: it is an RLock
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _stops(self) -> bool:
         if self._stops_at is None:
             return False
         return not (self._waiting or self._running) or time.monotonic() >= self._stops_at
 
+    def _is_idle(self) -> bool:
+        """Whether the next message would have nothing to say."""
+        return not (self._waiting or self._running or self._finished)
+
     def decide(self, step: int, size: int, digest: int) -> Decisions:
         """Decisions for the next step, in a message of ``size`` bytes. Waits while there is nothing to do."""
         self._metrics.step(size)
         with self._changed:
-            if not (self._waiting or self._running or self._finished or self._stops()):
+            if self._is_idle() and not self._stops():
                 self._changed.wait(self._heartbeat)
             end, self._finished = self._finished[:MAX_ENDS], self._finished[MAX_ENDS:]
             if self._stops():
@@ -261,7 +264,7 @@ class Scheduler:
         error = f"the grammar of the request has failed: {failed}" if failed and reason else ""
         tokens: list[Token] = []
         try:
-            tokens = request.answer.add(_token(response, request.top_logprobs))
+            tokens = request.answer.add(self._token_of(response, request))
         except Exception as raised:  # tokenizers raise what they like
             error = f"the tokens of the answer cannot be made into text: {sentence(raised)}"
         if request.answer.length is not None:
@@ -271,6 +274,9 @@ class Scheduler:
             request.events.put(event)
         if reason is not None or error:
             self._finish(response.uid, "error" if error else reason)
+
+    def _token_of(self, response: Any, request: Request) -> Token:
+        return token_of(response, request.top_logprobs)
 
     def _finish(self, number: int, outcome: str) -> None:
         request = self._running.pop(number)
@@ -335,9 +341,13 @@ class Scheduler:
             request = self._running.pop(number)
             end.append((number, request.kept))
             request.preempt()
-            bisect.insort(self._waiting, request, key=_order)
+            self._put_back(request)
             self._metrics.preempted()
         return end
+
+    def _put_back(self, request: Request) -> None:
+        """Queues a request that has been preempted."""
+        bisect.insort(self._waiting, request, key=order_of)
 
     def _has_left(self, request: Request) -> bool:
         outcome = request.leaves()
@@ -361,23 +371,9 @@ class Scheduler:
         self._metrics.ended(outcome, time.monotonic() - request.arrived)
 
 
-_order = attrgetter("order")
+order_of = attrgetter("order")
 
 
 def _retry_after(seconds: float) -> int:
     """``seconds``, which may be infinite: those of --drain."""
     return math.ceil(min(max(seconds, 1), _MAX_RETRY_AFTER))
-
-
-def _token(response: Any, top_logprobs: int | None) -> Token:
-    """``top_logprobs``: the number of likely tokens to list; None without log-probabilities."""
-    if top_logprobs is None:
-        return Token(response.token, 0.0, response.finish_reason)
-    logprobs: Any = response.logprobs
-    top: list[tuple[int, float]] = []
-    if top_logprobs > 0:
-        likely: Any = mx.argpartition(-logprobs, kth=top_logprobs - 1)[:top_logprobs]
-        # A grammar allows fewer tokens; JSON has no infinity.
-        found = zip(likely.tolist(), logprobs[likely].tolist())
-        top = sorted((each for each in found if math.isfinite(each[1])), key=lambda each: -each[1])
-    return Token(response.token, logprobs[response.token].item(), response.finish_reason, tuple(top))

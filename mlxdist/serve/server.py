@@ -37,6 +37,8 @@ from mlxdist.version import __version__
 
 from .cluster_status import ClusterStatus
 from .decisions import FRAME, MAX_PROMPT, Decisions
+from .disaggregated_worker import RemoteDecoder
+from .disaggregation import check_ranks, side_of
 from .endpoint import Endpoint
 from .http_clients import HttpClients
 from .loading import load
@@ -186,10 +188,11 @@ def run(
     ``has_started``: called once requests are served, with the scheduler and the clients on rank 0.
     """
     group = init()
-    own = group.split(0)  # decisions have an order of their own: MLX computes a token ahead in the other
-    assert own is not None  # the color is not negative
     with agreed(name, group, options):  # the key is not in its repr
         options.check()
+        check_ranks(options, group.size())
+    side = side_of(options, group)
+    with agreed(name, group):
         has_model = group.rank() == 0 or not options.stream_weights
         directory = model_directory(options.model) if has_model else Path()
         context = _context(directory, options) if has_model else 0  # rank 0's counts
@@ -200,8 +203,8 @@ def run(
         if taken := set(adapters) & set(served):
             raise InvalidArgument(f"serve: {min(taken)} is the name of the model, and cannot be that of an adapter")
         disk = None
-        if options.prompt_cache_dir:
-            disk = PrefixDisk(options.prompt_cache_dir, options.prompt_cache_disk, group)
+        if options.prompt_cache_dir and side.has_prefix_cache:
+            disk = PrefixDisk(options.prompt_cache_dir, options.prompt_cache_disk, side.group)
         clients = endpoint = None
         if group.rank() == 0:
             pool = PreparationPool(directory, options.chat_template_args)
@@ -210,41 +213,42 @@ def run(
             endpoint = Endpoint(pool, served, adapters, defaults, options.http.request_timeout, metrics)
             clients = clients_of(endpoint)
     with contextlib.nullcontext() if clients is None else clients.listening():
-        placement = place(directory, group, options.layout)
-        holdings: list[Holding] = []
-        hold = lambda report: holdings.extend(show(placement, report, group))
-        model, tokenizer = load(options, directory, placement, group, hold)
-        with agreed(name, group):
-            worker = Worker(model, tokenizer, options.limits)
-        with agreed(name, own):  # a rank that cannot go on ends no rank that has not yet seen that
-            vocabulary = worker.warm_up()
-        limits = options.limits
-        requests, chunk = limits.decode_concurrency, limits.prefill_step_size
-        memory = cache_memory(model, requests, chunk, group, limits.max_total_tokens)
-        worker.limit(memory)
+        with side.loading(name):
+            placement = place(directory, side.group, side.layout)
+            holdings: list[Holding] = []
+            hold = lambda report: holdings.extend(show(placement, report, side.group))
+            model, tokenizer = load(options, directory, placement, side.group, hold, side.inspect)
+            with agreed(name, side.group):
+                worker = side.worker(model, tokenizer)
+            with agreed(name, side.own):  # a rank that cannot go on ends no rank that has not yet seen that
+                vocabulary = worker.warm_up()
+            limits = side.limits
+            requests, chunk = limits.decode_concurrency, limits.prefill_step_size
+            memory = cache_memory(model, requests, chunk, side.group, limits.max_total_tokens, side.neighbors)
+            worker.limit(memory)
+        tokens = side.connect(worker, memory.tokens)
         if disk is not None:
-            stored = worker.open_disk(disk, disk.open(_identity(options, directory, placement, group)), own)
+            stored = worker.open_disk(disk, disk.open(_identity(options, directory, placement, side.group)), side.own)
             if group.rank() == 0 and stored:
                 say(f"the prefix cache has {stored} parts of prompts and answers on disk")
         scheduler = None
         if clients is not None and endpoint is not None:
+            timeout = side.own.timeout
             # The other ranks wait in a broadcast with a deadline: rank 0 of an idle server must send before it.
-            heartbeat = min(_HEARTBEAT, (own.timeout or 4 * _HEARTBEAT) / 4)
+            heartbeat = min(_HEARTBEAT, (timeout or 4 * _HEARTBEAT) / 4)
             # It was started before the model was loaded. The other ranks wait in a barrier with a deadline.
-            endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (own.timeout or 2 * _TOKENIZER_SECONDS) / 2))
-            places, queue = limits.decode_concurrency, options.max_queue
-            drafts = limits.num_draft_tokens
-            scheduler = Scheduler(places, queue, heartbeat, endpoint.metrics, memory.tokens, drafts)
+            endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (timeout or 2 * _TOKENIZER_SECONDS) / 2))
+            scheduler = side.scheduler(options, heartbeat, endpoint.metrics, memory.tokens)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
             status = served[0], placement.name, holdings, memory.limits, endpoint.metrics, gauges
             cluster = ClusterStatus(*status)
-            endpoint.open(scheduler, tokenizer, vocabulary, min(context, memory.tokens), gauges, cluster)
+            endpoint.open(scheduler, tokenizer, vocabulary, min(context, tokens), gauges, cluster)
         has_started(scheduler, clients)
         try:
-            own.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
+            side.job.barrier()  # who reads that the server is ready may stop it, and all ranks have to take the signal
             if clients is not None:
                 clients.ready(served[0], group.size(), placement.name)
-            _loop(own, worker, scheduler)
+            side.run(_loop, worker, scheduler)
         except Exception as error:
             if scheduler is not None and clients is not None:
                 scheduler.fail(str(error))
@@ -255,7 +259,7 @@ def run(
             disk.close()
 
 
-def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> None:
+def _loop(group: Group, worker: Worker | RemoteDecoder, scheduler: Scheduler | None) -> None:
     """Runs steps on all ranks until rank 0 decides to stop: one broadcast, and one step of the model if there is work.
 
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.

@@ -92,6 +92,9 @@ class Outcome:
         tokens: mlx-lm's responses for requests that generate; with drafts, a request may have several.
         drafted, accepted: the number of drafts that the model has computed, and of those that it would have sampled.
         failed: for requests whose answer ended without matching their grammar, the reason.
+        computed: of prefill ranks: requests of whose prompt all but the last token is computed; they run no more.
+        received: of decode ranks: all have received the caches of requests with lower numbers.
+        received_bytes: of decode ranks: bytes of caches that have been received since the step before.
     """
 
     cached: dict[int, int] = field(default_factory=dict)
@@ -101,6 +104,9 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
     failed: dict[int, str] = field(default_factory=dict)
+    computed: list[int] = field(default_factory=list)
+    received: int = 0
+    received_bytes: int = 0
 
 
 @dataclass
@@ -310,9 +316,8 @@ class Worker:
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
         scores = None if request.prompt_logprobs is None else PromptLogprobs(prompt, request.prompt_logprobs)
-        cache, cached = self._prompt_cache(request.adapter, scores), 0
-        if scores is None:  # the logits of what is cached are not kept, so the last token is computed in any case
-            cached = self.cache.fetch(request.adapter, prompt[:-1], cache)
+        cache = self._prompt_cache(request.adapter, scores)
+        cached = self._fetch(request, cache)
         ends = [cached, *self._ends_of_segments(request, cached)]
         segments = [prompt[start:end] for start, end in zip(ends, ends[1:])]
         processors = _make_logits_processors(request)
@@ -342,6 +347,13 @@ class Worker:
         self._running[uid] = _Running(request.tokens, request.adapter, request.logprobs, scores, grammar)
         self._make_room()
         return cached
+
+    def _fetch(self, request: Admission, cache: list[Any]) -> int:
+        """Puts what there is of the request's prompt into ``cache``, which is new. Returns its number of tokens."""
+        if request.prompt_logprobs is not None:
+            return 0
+        # The logits of what is cached are not kept, so the last token is computed in any case.
+        return self.cache.fetch(request.adapter, list(request.prompt[:-1]), cache)
 
     def _ends_of_segments(self, request: Admission, cached: int) -> list[int]:
         """Returns where the prompt is put into the prefix cache as it is computed, and its end."""
@@ -385,8 +397,12 @@ class Worker:
         self.cache.compared(done, bool(reports[reports[:, 1] == done, 2].any()))
         self._make_room()
 
+    def _reserved(self) -> int:
+        """The number of tokens in the KV caches of requests."""
+        return reserved([each.needs for each in self._running.values()])
+
     def _make_room(self) -> None:
-        running = reserved([each.needs for each in self._running.values()])
+        running = self._reserved()
         memory = self._memory.less(self._above.tolist())
         self.cache.make_room(lambda tokens, states: memory.fits(running + tokens, states))
 

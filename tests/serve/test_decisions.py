@@ -17,6 +17,7 @@ from mlxdist.serve.decisions import (
     MAX_BIASES,
     MAX_ENDS,
     MAX_GRAMMAR,
+    MAX_SENDS,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
     ROOM,
@@ -52,6 +53,8 @@ DECISIONS = st.builds(
     stop=st.booleans(),
     next_size=st.integers(FRAME, 1 << 20),
     reports=st.booleans(),
+    send=st.lists(UINT32, max_size=MAX_SENDS),
+    received=UINT32,
 )
 
 
@@ -86,7 +89,8 @@ def test_the_largest_message_fits_in_what_is_announced():
         grammar=b"x" * MAX_GRAMMAR,
         stop_tokens=[1] * MAX_STOP_TOKENS,
     )
-    decisions = Decisions(0, end=[(2**32 - 1, 2**32 - 1)] * MAX_ENDS, admit=[most] * MAX_ADMISSIONS)
+    ends, sends = [(2**32 - 1, 2**32 - 1)] * MAX_ENDS, [2**32 - 1] * MAX_SENDS
+    decisions = Decisions(0, end=ends, send=sends, admit=[most] * MAX_ADMISSIONS)
     message = decisions.encode(FRAME + MAX_ADMISSIONS * most.brought)
     assert len(Decisions.decode(message).admit) == MAX_ADMISSIONS
     assert len(most.encode()) == most.size and MAX_ADMISSIONS * (most.size - most.brought) <= ROOM

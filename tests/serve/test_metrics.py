@@ -9,6 +9,7 @@ from mlxdist.serve.metrics import HttpMetrics, Metrics
 
 GAUGES = {"running": 2, "queued": 3, "reserved_tokens": 400, "prefix_cache_tokens": 5}
 GAUGES |= {"drafts_per_step": 3, "prefix_cache_snapshots": 6, "prefix_cache_disk_bytes": 7e9}
+GAUGES |= {"prefill_running": 8, "computed": 9, "transfers": 10}
 
 
 def read(text):
@@ -101,6 +102,19 @@ def test_each_rank_has_its_memory():
         metrics.memory(rank, memory)
     found = counted(metrics)
     assert (found['active_memory_bytes{rank="0"}'], found['active_memory_bytes{rank="1"}']) == (7, 2**40)
+
+
+def test_sides_and_what_is_sent_between_them():
+    metrics = Metrics()
+    metrics.side("prefill", [0, 1])
+    metrics.side("decode", [2])
+    for size in (5, 2**40):
+        metrics.received(size)
+    found = counted(metrics)
+    sides = {name: value for name, value in found.items() if name.startswith("rank_side")}
+    of = {0: "prefill", 1: "prefill", 2: "decode"}
+    assert sides == {f'rank_side{{rank="{rank}",side="{side}"}}': 1 for rank, side in of.items()}
+    assert found["kv_bytes_total"] == 2**40 + 5
 
 
 def test_two_servers_of_a_process_count_apart():
