@@ -45,7 +45,10 @@ class ClusterStatus:
         counts = self.metrics.counts(self.gauges())
         held = [asdict(holding) for holding in self.holdings]
         for row, limit in zip(held, self.limits):
-            row |= {"memory": self.metrics.active_memory.get(row["rank"]), "limit": limit if limit < UNLIMITED else None}
+            row |= {
+                "memory": self.metrics.active_memory.get(row["rank"]),
+                "limit": limit if limit < UNLIMITED else None,
+            }
         found: dict[str, Any] = {"requests": counts, "observation": None, "held": held}
         found |= {"model": self.model, "layout": self.layout}
         directory = rank_directory(0)
