@@ -88,7 +88,9 @@ def require_ten_turns(model: Any, tokenizer: Any, tokens: int) -> list[list[int]
     return before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [PLAIN[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in (*PLAIN[1:], *WITH_STATES, *OTHERS))]
+)
 def test_ten_turns_of_four_users(tokenizer, kind):
     model = model_of(kind)
     for tokens in require_ten_turns(model, tokenizer, 3000):

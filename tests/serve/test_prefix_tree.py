@@ -295,7 +295,14 @@ class TreeMachine(RuleBasedStateMachine):
             assert active_memory() == self.before
 
 
-@pytest.mark.parametrize("kind", ["plain", "quantized", "hybrid", "sliding window", "quantized hybrid", "recurrent"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("plain", "hybrid"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("quantized", "sliding window", "quantized hybrid")),
+        pytest.param("recurrent", marks=pytest.mark.long),
+    ],
+)
 def test_random_operations_against_sets_of_prefixes(kind):
     machine = type("Machine", (TreeMachine,), {"kind": kind})
     # To shrink an example takes minutes: the step that fails, and what the trees hold, say enough.
