@@ -161,6 +161,7 @@ def test_a_server_answers_as_one_process(folder, tmp_path, ranks, options):
     require_answers(folder, ranks, *OPTIONS, *options, make_cache=quantized)
 
 
+@pytest.mark.long
 def test_the_prefix_cache_on_disk(folder, tmp_path):
     """Of the same quantization; of another one it is not used."""
     prompt, found = "a prompt that is answered twice", []
