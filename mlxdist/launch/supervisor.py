@@ -102,6 +102,7 @@ class Supervisor:
         # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, clauses = self._verdict()
+        first = self._first_failure()[0] if self._failed else None  # by a note that the end of the job removes
         text = "; ".join(clauses) + self._lost_domains()
         if status == 0:
             self._job.remove_recordings()
@@ -114,14 +115,12 @@ class Supervisor:
         self._selector.close()
         if self._output is not None:
             self._output.finish()
-            if self._failed and self._interrupted_by is None:
-                failed, _ = self._first_failure()
-                self._output.say_last_lines(failed, self._names[failed])
-                text += self._output.advice(failed)
+            if first is not None and self._interrupted_by is None:
+                self._output.say_last_lines(first, self._names[first])
+                text += self._output.advice(first)
         unread = self._output is not None and self._output.is_unread()
         was_interrupted = self._was_asked or self._interrupted_by is not None
         failed = bool(self._failed) and not was_interrupted and not self._running and not unread
-        first = self._first_failure()[0] if self._failed else None
         return Ending(status, text, failed, cause=clauses[0] if clauses else "", rank=first)
 
     def _wait(self, seconds: float | None) -> None:

@@ -410,3 +410,31 @@ def test_no_last_lines_after_an_interrupt():
         job.send_signal(signal.SIGINT)
         _, errors = job.communicate(timeout=10)
         assert job.returncode == 130 and len(errors.splitlines()) == 1
+
+
+# Rank 1 notes that it is the cause, and ends after rank 0.
+NOTED = """
+import pathlib, sys
+directory = pathlib.Path(sys.argv[1])
+if rank == 1:
+    print('the cause', flush=True)
+    pathlib.Path(os.environ['MLXDIST_ERROR_FILE']).write_text('1')
+    (directory / 'noted').touch()
+    while not (found := [path.name for path in directory.glob('pid-*')]): late(0.01)
+    while os.path.exists('/proc/' + found[0].removeprefix('pid-')): late(0.01)
+    sys.exit(4)
+while not (directory / 'noted').exists(): late(0.01)
+late(0.3)  # for the launcher to read what was printed before
+print('the consequence', flush=True)
+(directory / f'pid-{os.getpid()}').touch()
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc, to see that a process has ended")
+def test_last_lines_of_the_rank_that_failed_first_by_its_note(tmp_path):
+    """The note lies in the directory of the job, which is gone when they are printed."""
+    job = launch(2, sys.executable, "-c", RANK + NOTED, str(tmp_path), options=["--grace-period", "60"])
+    assert job.returncode == 4
+    assert "rank 1 failed first" in closing_line(job)
+    assert re.search(r"Last line of rank 1 \(pid \d+\):\n    the cause\n", job.stderr.decode()), job.stderr
