@@ -51,9 +51,13 @@ class JitCache:
 
     def keep(self) -> None:
         """Keeps what the ranks have compiled for GPUs, once they have ended, none by a signal: all is complete then."""
-        if self._lock is not None and self._of_ranks is not None and self._is_alone():
+        if self._lock is None or self._of_ranks is None or not self._is_alone():
+            return
+        try:
             for own in self._of_ranks.glob("*"):
                 shutil.copytree(own, self.directory / "ptx", dirs_exist_ok=True)
+        except OSError:  # the disk is full: half of a kernel would stay, and the job has succeeded all the same
+            shutil.rmtree(self.directory / "ptx", ignore_errors=True)
 
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: the cache is in use while a process that inherits it runs."""

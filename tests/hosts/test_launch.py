@@ -357,7 +357,7 @@ def test_each_rank_has_its_own_kernels_for_gpus(tmp_path):
     """MLX writes these under their name at once. Those of a job that succeeds are there for the next one."""
 
     def run(job, succeeds):
-        """What each of two ranks finds. It writes a kernel with the name of the job."""
+        """Returns what each of two ranks finds. It writes a kernel with the name of the job."""
         found = []
         with contextlib.closing(jit_cache.JitCache(tmp_path / job, has_gpus=True)) as cache:
             for rank in range(2):
@@ -375,3 +375,13 @@ def test_each_rank_has_its_own_kernels_for_gpus(tmp_path):
     with contextlib.closing(jit_cache.JitCache(tmp_path / "other", has_gpus=True)):
         assert run("c", succeeds=True) == [{"a0.ptx", "a1.ptx"}] * 2
     assert run("d", succeeds=True) == [{"a0.ptx", "a1.ptx"}] * 2, "another job ran beside the last one"
+
+
+def test_kernels_that_cannot_be_kept_end_no_job(tmp_path):
+    with contextlib.closing(jit_cache.JitCache(tmp_path, has_gpus=True)) as cache:
+        own = Path(cache.link(tmp_path, 0)["MLX_PTX_CACHE_DIR"])
+        own.mkdir(parents=True)
+        (own / "kernel.ptx").touch()
+        (cache.directory / "ptx").touch()  # no directory
+        cache.keep()
+        assert (cache.directory / "ptx").is_file() and (own / "kernel.ptx").exists()
