@@ -141,9 +141,8 @@ class _Api:
         ]
         self.http_metrics = HttpMetrics([route.path for route in self.routes])
         self._running = 0  # requests in progress
-        self._large = (
-            asyncio.Lock()
-        )  # for one at a time: Python runs one thread at a time, and the loop needs its turns
+        # Of large bodies one is checked at a time: Python runs one thread at a time, and the loop needs its turns.
+        self._large = asyncio.Lock()
 
     async def chat(self, request: Request) -> ASGIApp:
         return self._answering(await self._parsed(request, ChatRequest))
@@ -201,11 +200,11 @@ class _Api:
 
     async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
         body = await _body(request)
-        checked = partial(parse, body, kind, ignore_unknown=self._options.ignore_unknown_fields)
+        parsed = partial(parse, body, kind, ignore_unknown=self._options.ignore_unknown_fields)
         if len(body) < _LARGE:
-            return checked()
+            return parsed()
         async with self._large:
-            return await asyncio.to_thread(checked)
+            return await asyncio.to_thread(parsed)
 
     def _stable(self, request: Request, parsed: _Headed) -> _Headed:
         """The request, for the prefix cache."""

@@ -111,7 +111,8 @@ class Cluster:
             view |= _idle(view)
         names = {name: status[name] for name in ("model", "layout", "requests")}
         rows = {row["rank"]: row for row in view["ranks"]}
-        view |= names | {"ranks": [_held(rows.get(each["rank"]), each) for each in status["held"]]}
+        rows |= {each["rank"]: _held(rows.get(each["rank"]), each) for each in status["held"]}
+        view |= names | {"ranks": [rows[rank] for rank in sorted(rows)]}
         self._last = view
         return view
 
@@ -132,7 +133,7 @@ class Cluster:
 
 
 def _idle(view: _View) -> _View:
-    """What is different without requests: the others wait for rank 0's next message, and no rank is late."""
+    """Returns what changes without requests: the others wait for rank 0's next message, and no rank is late."""
     ranks = [row | ({"state": "ok"} if row["state"] == "straggler" else {}) for row in view["ranks"]]
     return {"ranks": ranks, "findings": []}
 

@@ -19,7 +19,7 @@ _SECONDS = 1.0  # that the ranks may take to send a record
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What rank 0 says of all ranks, in the words of :class:`~mlxdist.serve.protocol.Status`.
+    """Rank 0's description of all ranks, in the words of :class:`~mlxdist.serve.protocol.Status`.
 
     Attributes:
         model: the name of the model.
@@ -45,10 +45,7 @@ class ClusterStatus:
         counts = self.metrics.counts(self.gauges())
         held = [asdict(holding) for holding in self.holdings]
         for row, limit in zip(held, self.limits):
-            row |= {
-                "memory": self.metrics.active_memory.get(row["rank"]),
-                "limit": limit if limit < UNLIMITED else None,
-            }
+            row |= {"memory": self.metrics.active_memory(row["rank"]), "limit": limit if limit < UNLIMITED else None}
         found: dict[str, Any] = {"requests": counts, "observation": None, "held": held}
         found |= {"model": self.model, "layout": self.layout}
         directory = rank_directory(0)

@@ -45,9 +45,6 @@ class Metrics:
 
     Args:
         restarts: how often the launcher has restarted the ranks, this process included.
-
-    Attributes:
-        active_memory: bytes that MLX uses, by rank.
     """
 
     def __init__(self, restarts: int = 0) -> None:
@@ -93,7 +90,6 @@ class Metrics:
                 "prefix_cache_disk_bytes": "Bytes of the prefix cache on the disk of the rank with the largest shard.",
             }.items()
         }
-        self.active_memory: dict[int, int] = {}
         self._memory = gauge(
             "active_memory_bytes", "Memory that MLX uses: weights, caches and what is being computed.", "rank"
         )
@@ -154,8 +150,12 @@ class Metrics:
 
     def memory(self, rank: int, active_bytes: int) -> None:
         """Sets what MLX uses on a rank."""
-        self.active_memory[rank] = active_bytes
         self._memory.labels(str(rank)).set(active_bytes)
+
+    def active_memory(self, rank: int) -> int | None:
+        """What MLX uses on a rank, as it was last set; None if it never was."""
+        value = self._registry.get_sample_value(f"{_NAMESPACE}_active_memory_bytes", {"rank": str(rank)})
+        return None if value is None else int(value)
 
     def counts(self, gauges: Mapping[str, float]) -> dict[str, int]:
         """The counts of requests and tokens that the page shows. ``gauges``: as of :meth:`text`."""

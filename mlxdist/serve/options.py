@@ -97,7 +97,7 @@ class ServeOptions:
     def _check_disaggregated(self) -> None:
         if self.limits.num_draft_tokens:
             raise InvalidArgument(
-                "serve: with --prefill-ranks there are no drafts; leave out --draft-model or --prompt-lookup"
+                "serve: with --prefill-ranks there are no drafts; leave out --draft-model, --mtp or --prompt-lookup"
             )
         if self.stream_weights:
             raise InvalidArgument("serve: with --prefill-ranks each rank reads the files; leave out --stream-weights")

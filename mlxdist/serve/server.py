@@ -240,8 +240,7 @@ def run(
             endpoint.wait_for_tokenizer(min(_TOKENIZER_SECONDS, (timeout or 2 * _TOKENIZER_SECONDS) / 2))
             scheduler = side.scheduler(options, heartbeat, endpoint.metrics, memory.tokens)
             gauges = partial(_gauges, scheduler, worker, endpoint.metrics)
-            status = served[0], placement.name, holdings, memory.limits, endpoint.metrics, gauges
-            cluster = ClusterStatus(*status)
+            cluster = ClusterStatus(served[0], placement.name, holdings, memory.limits, endpoint.metrics, gauges)
             endpoint.open(scheduler, tokenizer, vocabulary, min(context, tokens), gauges, cluster)
         has_started(scheduler, clients)
         try:

@@ -412,7 +412,7 @@ def test_a_rank_that_is_killed_is_red_and_then_green(browser, tmp_path):
 
 
 def test_a_server_that_has_gone_is_asked_until_it_is_back(browser, tmp_path):
-    """Where no launcher keeps the address, as under `mlxdist launch ... -- mlxdist serve`."""
+    """The page waits where no launcher keeps the address, as under `mlxdist launch ... -- mlxdist serve`."""
     model = save_model_folder(tmp_path / "tiny")
     with launcher_server() as gone:
         port = gone.port

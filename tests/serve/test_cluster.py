@@ -59,6 +59,13 @@ def test_without_records_there_is_who_holds_what(client, rank_0):
     assert states(view) == ["ok", "ok"] and view["ranks"][1]["held"]["share"] == 0.5
 
 
+def test_decode_ranks_are_shown_too(client, rank_0):
+    """Rank 0 knows what the prefill ranks hold, of which it is one."""
+    rank_0.cluster["held"] = rank_0.cluster["held"][:1]
+    view = view_of(client)
+    assert states(view) == ["ok", "ok"] and [bool(row["held"]) for row in view["ranks"]] == [True, False]
+
+
 def test_the_rank_that_failed_first_is_shown_until_the_ranks_are_back(client):
     assert view_of(client)["reason"] == "the model is being loaded"
     with started(client) as rank_0:
@@ -88,7 +95,7 @@ def test_it_needs_the_key():
 
 
 def test_the_ranks_of_a_server(tmp_path):
-    """As they are: on one process, without a launcher; the same with ranks is in the tests of the page."""
+    """A process without a launcher has them, too; the same with ranks is in the tests of the page."""
     with ServerProcess(save_model_folder(tmp_path / "tiny")) as server:
         server.text("hello")
         view = server.ask(None, "/cluster")

@@ -140,8 +140,8 @@ def load_mtp_head(
 
 
 def head_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """What makes the head of a model, and its arguments, from the content of config.json: for mlx-lm's argument
-    ``get_model_classes``.
+    """Returns what makes the head of a model with this config.json, and the class of its arguments: for mlx-lm's
+    argument ``get_model_classes``.
 
     Raises:
         InvalidArgument: no format of heads is known for the model.

@@ -84,10 +84,10 @@ def spread(
                 locks.enter_context(write_lock(place.root))
         parts = _compare(group, place, manifest, sources, on_progress)
         with agreed("pull", group):
-            wanted = [place.writable(manifest, part.file) for part in parts if rank in part.takers]
-            size = sum(part.file.size for part in parts if rank in part.takers)
+            wanted = [part.file for part in parts if rank in part.takers]
             # What an interrupted transfer has left is kept or written over.
-            require_room(place.root, size - sum(partial_bytes(path) for path in wanted), "the model")
+            more = sum(file.size - partial_bytes(place.writable(manifest, file)) for file in wanted)
+            require_room(place.root, more, "the model")
         received = _transfer(group, place, manifest, parts, on_progress)
         with agreed("pull", group):
             place.finish(manifest)
