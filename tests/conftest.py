@@ -90,12 +90,29 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 
-def pytest_configure() -> None:
-    """In a shell's background job Ctrl-C is ignored, under nohup SIGHUP, by all that the tests start, too; they send
-    both on purpose."""
+def pytest_configure(config: pytest.Config) -> None:
+    """What all processes inherit that the tests start: at_start/sitecustomize.py; and signals. In a shell's background
+    job Ctrl-C is ignored, under nohup SIGHUP, and the tests send both on purpose."""
+    config.pluginmanager.register(_FailuresAtOnce(config))
+    at_start, paths = str(Path(__file__).parent / "support" / "at_start"), os.environ.get("PYTHONPATH", "")
+    if at_start not in paths.split(os.pathsep):  # as in the workers of xdist
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [at_start, paths]))
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+class _FailuresAtOnce:
+    """Prints the first line of a failure at once: a run that is stopped has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")  # not in the workers of xdist
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line(f"\n{report.nodeid}: {crash.message.splitlines()[0] if crash else report.longrepr}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -67,6 +67,7 @@ for name, call in dict(nn=of_nn, train=lambda: together(refuse, group), kv=of_kv
 """
 
 
+@pytest.mark.long
 def test_a_virtual_host_is_named_in_what_ranks_agree_on():
     job = python(2, REFUSED, options=["--emulate-nodes", "2"])
     assert job.returncode == 0, job.stderr

@@ -304,6 +304,7 @@ print("weights", state["weights"].item(), flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_restart_does_not_go_on_with_the_checkpoint_of_another_run(tmp_path):
     """The weights would be 40.0 and the status 0, where 200.0 is right."""
     save = "import sys, mlx.core as mx; from mlxdist import train\n"

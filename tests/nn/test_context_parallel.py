@@ -31,6 +31,7 @@ def test_ulysses(run_scenarios, scenario, model, ranks):
     run_scenarios("context_parallel.py", ranks, scenario, model, "ulysses")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [

@@ -27,6 +27,7 @@ def run_example(run_ranks, tmp_path) -> Callable[..., tuple[list[str], dict[str,
     return run
 
 
+@pytest.mark.long
 def test_trains_saves_and_generates_sharded(run_example, run_ranks, tmp_path):
     steps, tokens, prompt = 10, 20, 'The "while" statement'
     outputs, report = run_example(2, "--steps", steps, "--tokens", tokens, "--prompt", prompt)

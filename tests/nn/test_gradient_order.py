@@ -17,6 +17,7 @@ def trainable() -> list[str]:
     return [name for name in tiny_models.compared_files() if name not in (*tiny_models.NOT_TRAINED, *LEFT_OUT)]
 
 
+@pytest.mark.long
 def test_gradients_of_shared_kv_heads_in_any_order(run_scenarios):
     run_scenarios("gradient_order.py", 4, "values", "4:2", "qwen3")
 

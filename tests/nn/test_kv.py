@@ -155,11 +155,13 @@ def test_bytes_that_describe_no_part_of_a_cache(run_scenarios, layers):
     run_scenarios("kv.py", 2, "bad_offers", layers)
 
 
+@pytest.mark.long
 def test_one_of_the_senders_dies(run_ranks):
     outputs = run_ranks("kv.py", 3, "lost_sender", status=9)
     assert "passed" in outputs[0] and "passed" in outputs[2]
 
 
+@pytest.mark.long
 def test_the_program_of_the_guide(run_ranks, tmp_path):
     first, second = run_ranks(program_of(GUIDE, tmp_path), 2)
     assert first == "" and len(second.split()) == 8

@@ -12,6 +12,7 @@ from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 SCENARIOS = ["adapters", "collectives", "fused", "sequence", "several", "refused"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3)), 2])
 def test_adapters_compute_and_train_as_on_the_full_model(run_ranks, ranks):
     """The scenarios are functions of tests/rank_scripts/lora.py."""

@@ -115,6 +115,7 @@ def lines(text):
     return [line for line in found if not any(word in line for word in ("tok/s", "tokens-per-sec", "Peak memory"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", [[], pytest.param(["--pipeline"], marks=pytest.mark.long)])
 def test_chat(model, parallel):
     """Two turns; every rank reads them from the standard input."""

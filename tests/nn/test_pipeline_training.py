@@ -10,7 +10,7 @@ pytest.importorskip("mlx_lm")
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=LONG) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", ["gemma", pytest.param("qwen3", marks=LONG)])  # gemma's embedding is its head, too
 def test_every_schedule_and_number_of_micro_batches(run_scenarios, name, ranks, virtual):

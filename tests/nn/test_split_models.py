@@ -37,6 +37,7 @@ def test_window_with_plain_caches(run_scenarios):
     run_scenarios("split_models.py", 2, "sliding", timeout=100)
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_past_every_boundary_of_positions(run_scenarios, ranks):
     run_scenarios("split_models.py", ranks, "positions", environment=INTERPRETED)

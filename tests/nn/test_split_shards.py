@@ -7,6 +7,7 @@ from rank_counts import one_to_four
 INTERPRETED = {"MLX_DISABLE_COMPILE": "1"}
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_every_kind_of_shard(run_ranks, tmp_path, ranks):
     """Local and streamed files, fewer KV heads than ranks, biases, quantized, unequal shards; with adapters."""
@@ -14,12 +15,13 @@ def test_every_kind_of_shard(run_ranks, tmp_path, ranks):
     assert all(output.count("right") == 2 for output in outputs)
 
 
-@one_to_four(2, 4)
+@one_to_four(2)
 def test_stages(run_ranks, tmp_path, ranks):
     outputs = run_ranks("split_shards.py", ranks, "stages", tmp_path, environment=INTERPRETED)
     assert all("right" in output for output in outputs)
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_memory_at_load_is_the_shard_and_one_layer(run_ranks, tmp_path, ranks):
     outputs = run_ranks("split_shards.py", ranks, "memory", tmp_path, environment=INTERPRETED)

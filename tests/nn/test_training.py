@@ -25,6 +25,7 @@ def test_collectives_of_a_step(run_scenarios):
     run_scenarios("training.py", 2, "collectives")
 
 
+@pytest.mark.long
 def test_parallel_regions(run_scenarios):
     """Adapters on sharded layers and experts, refusals, threads, what decoding costs, what is saved and freed."""
     run_scenarios("training.py", 2, "parallel_regions")

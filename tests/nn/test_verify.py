@@ -94,6 +94,7 @@ def run_shard(directory, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_verify_runs_the_model_on_ranks(directory):
     result = run_shard(directory, "--tp", "2", "--verify", "--json")
     assert result.returncode == 0, result.stderr

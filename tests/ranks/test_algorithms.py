@@ -96,11 +96,16 @@ def test_same_in_every_run(run_ranks, algorithm):
     "operation, odd, even",
     [
         ("all_sum", "ring", "mesh"),
-        ("all_sum", "direct", "recursive_doubling"),
         ("all_gather", "direct", "ring"),
-        ("reduce_scatter", "ring", "direct"),
-        ("broadcast", "tree", "ring"),
-        ("reduce", "tree", "mesh"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("all_sum", "direct", "recursive_doubling"),
+                ("reduce_scatter", "ring", "direct"),
+                ("broadcast", "tree", "ring"),
+                ("reduce", "tree", "mesh"),
+            )
+        ),
     ],
 )
 def test_ranks_with_different_algorithms_are_reported(run_ranks, operation, odd, even):

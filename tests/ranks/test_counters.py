@@ -1,6 +1,7 @@
 """What operations cost, in the group's own counters: bytes, messages, copies. Exact, not about."""
 
 import pytest
+from rank_counts import one_to_four
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
@@ -10,7 +11,7 @@ def test_payload(run_scenarios, algorithm, ranks):
     run_scenarios("counters.py", ranks, "payload", environment={"MLXDIST_ALGO": algorithm})
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 5))])
 @pytest.mark.parametrize("algorithm", ["direct", "recursive_doubling", "tree"])
 def test_messages_and_headers(run_scenarios, algorithm, ranks):
     run_scenarios("counters.py", ranks, "messages", environment={"MLXDIST_ALGO": algorithm})
@@ -25,7 +26,7 @@ def test_copies(run_scenarios, ranks):
     run_scenarios("counters.py", ranks, "copies", environment={"MLXDIST_ALGO": "direct"})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@one_to_four(3)
 @pytest.mark.parametrize("kind", ["numpy", "mlx"])
 def test_stats_by_operation(run_scenarios, kind, ranks):
     """Calls, bytes and seconds of every operation: they add up to the counters of `Group.stats`."""

@@ -78,6 +78,7 @@ LATE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", cases(LATE))
 def test_what_comes_after_the_grace_is_waited_for(run_ranks, scenario, tmp_path):
     compiler = tmp_path / "g++"

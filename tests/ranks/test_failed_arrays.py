@@ -26,6 +26,7 @@ def test_every_reader_raises_at_every_attempt(run_ranks, scenario, through, rank
     assert all("as expected" in output for output in (outputs[:-1] if lost else outputs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("thread", ["main", "other"])
 @pytest.mark.parametrize("through", ["mlx", pytest.param("mpi_shim", marks=slow)])
 def test_operations_under_way_after_it(run_ranks, through, thread):

@@ -23,7 +23,7 @@ def reported(output: str) -> tuple[str, float, str]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("kind", ["numpy", "mlx"])
+@pytest.mark.parametrize("kind", ["numpy", pytest.param("mlx", marks=pytest.mark.long)])
 @pytest.mark.parametrize("scenario", MISMATCHES)
 def test_mismatch_names_both_sides_on_every_rank(run_ranks, scenario, kind, ranks):
     for rank, output in enumerate(run_ranks("failures.py", ranks, scenario, kind, status=1)):

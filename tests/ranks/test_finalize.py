@@ -6,6 +6,7 @@ import pytest
 from launching import RANK_SCRIPTS, closing_line, launch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_the_last_messages_are_lost(run_ranks, ranks):
     """Rank 0 has met all others, and they have not received its message: also when they re-create their queue pairs."""

@@ -100,6 +100,7 @@ def test_ranks_that_connect_on_first_use(run, kept):
     assert set(kept().values()) == {FRAMES}
 
 
+@pytest.mark.long
 def test_devices_that_say_it_are_not_tried(run, kept):
     """A network card's: not a queue pair more, counted. Nor is a device that was tried before."""
     calls = {"MLXDIST_DEBUG": "trace:verbs"}
@@ -108,6 +109,7 @@ def test_devices_that_say_it_are_not_tried(run, kept):
     assert len(kept()) == 2
 
 
+@pytest.mark.long
 def test_what_was_kept_counts(run, kept, tmp_path):
     """The least of a job's cables decides, and a device without a result is tried again with its peer."""
     before = run("apple-tb5", 3, 1)

@@ -20,6 +20,7 @@ def run(run_ranks, tmp_path, scenario, late, limit, status=0, **variables):
     return run_ranks("late_peers.py", 2, scenario, late, limit, tmp_path, status=status, environment=environment)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scenario, seconds",
     [

@@ -96,6 +96,7 @@ def clusters(draw):
     return sizes, np.where(hosts[:, None] == hosts, Path.SHARED_MEMORY, between).astype(np.uint8)
 
 
+@pytest.mark.long
 @given(clusters())
 @settings(deadline=None)
 def test_every_rank_has_one_place(cluster):

@@ -55,19 +55,20 @@ def test_messages_have_one_order(run_ranks, scenario, ranks):
 @pytest.mark.parametrize(
     "scenario",
     [
-        "layers",
-        "graphs",
-        "pending_at_exit",
-        pytest.param("pending_behind_work_at_exit", marks=pytest.mark.long),
-        "pending_in_a_stream_at_exit",
-        "without_streams_at_exit",
-        "forked",
-        "middle_of_an_element",
-        "no_color",
-        "groups_let_go",
-        "split_after_async",
-        "in_a_part",
-        "cannot_import",
+        *("layers", "graphs", "pending_at_exit", "groups_let_go", "cannot_import"),
+        *(
+            pytest.param(scenario, marks=pytest.mark.long)
+            for scenario in (
+                "pending_behind_work_at_exit",
+                "pending_in_a_stream_at_exit",
+                "without_streams_at_exit",
+                "forked",
+                "middle_of_an_element",
+                "no_color",
+                "split_after_async",
+                "in_a_part",
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])

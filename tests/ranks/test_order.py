@@ -12,6 +12,7 @@ def right(outputs):
     assert all("right" in output for output in outputs), outputs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", RANKS)
 def test_streams_that_are_late_on_other_ranks(run_ranks, ranks):
     right(run_ranks("order.py", ranks, "streams", 60))

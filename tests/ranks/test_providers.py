@@ -12,7 +12,14 @@ def test_one_host_is_quiet(run_ranks):
         assert output == "soft: all ranks are on one host\n"
 
 
-@pytest.mark.parametrize(("ranks", "cables"), [(2, "1"), (3, "1"), (2, "2"), (3, "2"), (2, "3"), (3, "4")])
+@pytest.mark.parametrize(
+    ("ranks", "cables"),
+    [
+        (2, "1"),
+        (3, "2"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, "1"), (2, "2"), (2, "3"), (3, "4"))),
+    ],
+)
 def test_tcp_instead_of_shared_memory(run_ranks, ranks, cables):
     environment = {"MLXDIST_SOFT_TRANSPORT": "tcp", "MLXDIST_LINKS_PER_PEER": cables}
     outputs = run_ranks("providers.py", ranks, environment=environment)

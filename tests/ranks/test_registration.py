@@ -14,6 +14,7 @@ def test_small_messages_need_no_registration(run_scenarios):
     run_scenarios("registration.py", 2, "small")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("registered", ["registered", pytest.param("unregistered", marks=pytest.mark.long)])
 def test_memory_that_is_freed_and_mapped_again(run_scenarios, registered):
     run_scenarios("registration.py", 2, "remapped", registered)

@@ -23,6 +23,7 @@ def printed(run_ranks, tmp_path, hosts):
     return dict(line.split(":", 1) for line in outputs[0].splitlines())
 
 
+@pytest.mark.long
 def test_two_hosts(run_ranks, tmp_path):
     """A group of ranks of one host has the rows of one; the tuner measures the hierarchy where there is one."""
     found = printed(run_ranks, tmp_path, "0011")

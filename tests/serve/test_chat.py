@@ -108,6 +108,7 @@ class Screen:
         os.close(self._own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_terminal(model, answers, ranks):
     """Ctrl-C stops an answer and not the chat; twice before a question, it ends it."""

@@ -101,6 +101,7 @@ def test_streams_have_a_token_in_each_step_while_a_long_prompt_is_computed(run_r
     run_ranks("disaggregation.py", 2, model, "0", "1", given, "gaps", timeout=400)
 
 
+@pytest.mark.long
 def test_clients_that_leave_and_requests_that_wait_for_decode_ranks(run_ranks, model):
     given = json.dumps({"split_blocks": False, "limits": {"decode_concurrency": 1}})
     run_ranks("disaggregation.py", 2, model, "0", "1", given, "left", "room")

@@ -89,6 +89,7 @@ def test_a_request_that_waits_for_its_tokens_has_its_timeout(folder):
         assert 'requests_total{outcome="timeout"} 1.0' in endpoint.metrics.text({})
 
 
+@pytest.mark.long
 def test_a_server_that_drains_for_ever_refuses_requests(folder):
     with served(folder) as (endpoint, scheduler):
         scheduler.stop(float("inf"))
@@ -96,6 +97,7 @@ def test_a_server_that_drains_for_ever_refuses_requests(folder):
         assert (refusal.status, refusal.retry_after, str(refusal)) == (503, 600, "the server stops")
 
 
+@pytest.mark.long
 def test_who_waits_for_the_tokenizer_finds_a_process_that_takes_calls(folder, tmp_path):
     """Or goes on: where the process is stopped, and where it has no tokenizer."""
     pool = PreparationPool(folder, {})

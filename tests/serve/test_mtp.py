@@ -166,6 +166,7 @@ def test_folders_without_a_head_say_so(folders, tmp_path):
         load_mtp_head(other, plan_shards(load_sharded(other)[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, ranks, options",
     [("deepseek_v3", 2, []), ("qwen3_next", 3, ["--num-draft-tokens", 1])]

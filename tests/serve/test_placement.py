@@ -21,6 +21,7 @@ def models(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_shares_experts_and_stages_that_are_given(run_ranks, models):
     assert all("right" in output for output in run_ranks("placement.py", 2, "given", models))
 

@@ -88,6 +88,7 @@ def require_ten_turns(model: Any, tokenizer: Any, tokens: int) -> list[list[int]
     return before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [PLAIN[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in (*PLAIN[1:], *WITH_STATES, *OTHERS))]
 )
@@ -105,7 +106,7 @@ def test_ten_turns_of_four_users_that_grow_to_40_000_tokens(tokenizer, kind, lay
     assert tokens[-ANSWER:] == alone(model, tokens[:-ANSWER])
 
 
-@pytest.mark.parametrize("interval", [64, 4096])
+@pytest.mark.parametrize("interval", [64, pytest.param(4096, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_that_differs_in_an_earlier_turn(tokenizer, kind, interval):
     """The tokens before the difference come from the cache; with states, those before the last states there."""

@@ -241,6 +241,7 @@ def test_no_more_is_written_than_an_hour_may(tmp_path):
     store.disk.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_server_that_is_started_again_has_its_prefix_cache(model, tmp_path, ranks):
     texts, first, _ = run(model, ranks, tmp_path)
@@ -250,6 +251,7 @@ def test_a_server_that_is_started_again_has_its_prefix_cache(model, tmp_path, ra
     assert {path.stat().st_mode & 0o777 for path in files(tmp_path, 0, ranks)} == {0o600}
 
 
+@pytest.mark.long
 def test_what_all_requests_adapt_is_not_used_for_requests_without_an_adapter(model, tmp_path):
     """The same adapter, under a name in the next run."""
     adapter = save_adapters(tmp_path / "adapter", model, seed=1)

@@ -96,6 +96,7 @@ def test_each_kind_of_call(folder):
     run(folder, test)
 
 
+@pytest.mark.long
 def test_a_call_of_a_tool_that_takes_too_long_to_parse_is_none(tmp_path):
     """The answer goes on, with text in its place; so it does if no process can parse the call."""
     folder = save_model(tmp_path, [*CHAT_TOKENS, "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"])
@@ -139,6 +140,7 @@ def test_the_limits_are_those_that_are_set_later(folder):
     run(folder, test)
 
 
+@pytest.mark.long
 def test_calls_at_a_time_are_for_a_few_processes(folder):
     async def test(pool):
         contents = [f"question {number}" for number in range(40)]
@@ -173,6 +175,7 @@ async def stopped(pool, *contents):
         os.kill(child, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_a_call_whose_process_is_killed_is_made_again(folder):
     async def test(pool):
         async with stopped(pool, "question") as (child, call):
@@ -182,6 +185,7 @@ def test_a_call_whose_process_is_killed_is_made_again(folder):
     run(folder, test, processes=1)
 
 
+@pytest.mark.long
 def test_a_call_that_no_process_survives_is_refused(folder):
     async def test(pool):
         call = asyncio.create_task(text_of(pool, "endless"))
@@ -195,6 +199,7 @@ def test_a_call_that_no_process_survives_is_refused(folder):
     run(folder, test, processes=1)
 
 
+@pytest.mark.long
 def test_a_call_beyond_its_cpu_time_is_refused_and_its_process_replaced(folder):
     async def test(pool):
         await text_of(pool, "before")
@@ -208,6 +213,7 @@ def test_a_call_beyond_its_cpu_time_is_refused_and_its_process_replaced(folder):
     run(folder, test, processes=1, cpu_seconds=0.5)
 
 
+@pytest.mark.long
 def test_cpu_time_is_that_of_one_call(folder):
     """And not of all that a process has served: to load the tokenizer takes more."""
 
@@ -221,6 +227,7 @@ def test_cpu_time_is_that_of_one_call(folder):
     run(folder, test, processes=1, cpu_seconds=0.3)
 
 
+@pytest.mark.long
 def test_a_call_on_a_machine_that_is_too_busy_is_refused(folder):
     async def test(pool):
         async with stopped(pool, "question") as (_, call):
@@ -231,6 +238,7 @@ def test_a_call_on_a_machine_that_is_too_busy_is_refused(folder):
     run(folder, test, processes=1, timeout=5.0)
 
 
+@pytest.mark.long
 def test_a_call_waits_for_no_other_one(folder):
     async def test(pool):
         async with stopped(pool, "first") as (_, first):
@@ -241,6 +249,7 @@ def test_a_call_waits_for_no_other_one(folder):
     run(folder, test, processes=2)
 
 
+@pytest.mark.long
 def test_long_prompts_wait_for_each_other_alone(folder):
     """Also the first one, while the process for long ones starts."""
 
@@ -256,6 +265,7 @@ def test_long_prompts_wait_for_each_other_alone(folder):
     run(folder, test, processes=1)
 
 
+@pytest.mark.long
 def test_the_answer_to_a_cancelled_call_is_not_that_of_the_next(folder):
     async def test(pool):
         async with stopped(pool, "first") as (child, first):
@@ -268,6 +278,7 @@ def test_the_answer_to_a_cancelled_call_is_not_that_of_the_next(folder):
     run(folder, test, processes=1)
 
 
+@pytest.mark.long
 def test_signals_to_the_group_end_no_process(folder):
     """Rank 0 serves the requests that run after SIGTERM, and parses their calls of tools."""
 
@@ -282,6 +293,7 @@ def test_signals_to_the_group_end_no_process(folder):
     run(folder, test)
 
 
+@pytest.mark.long
 def test_all_calls_get_the_reason_why_there_is_no_tokenizer(tmp_path):
     (save_model(tmp_path) / "tokenizer.json").write_text('{"version": ')
 
@@ -325,6 +337,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_processes_end_when_rank_0_is_killed(folder):
     """An idle one, and one that computes."""
     rank_0 = subprocess.Popen([sys.executable, "-c", RANK_0, str(folder)], stdout=subprocess.PIPE)

@@ -176,6 +176,7 @@ def loglikelihood(server, model, tokenizer, context, continuation, **fields):
     return sum(found[start - 1 :])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, options",
     [

@@ -139,6 +139,7 @@ def test_bytes_of_a_token(folder, loaded):
     assert cache_sizes(model, 64)[0] == cache_sizes(loaded[0], 64)[0] * 6 / 32 > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, options",
     [(2, [])]

@@ -63,6 +63,7 @@ def address_of_rank_0(server):
     return socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)
 
 
+@pytest.mark.long
 def test_answers_streams_and_cancels(tmp_path, model, expected):
     with server_over_there(tmp_path, model) as server:
         assert server.ask(QUESTION)["choices"] == expected
@@ -84,6 +85,7 @@ def test_answers_streams_and_cancels(tmp_path, model, expected):
     assert len(ready) == 1 and f"is ready at {server.address} on the launcher's host, ranks: 2" in ready[0]
 
 
+@pytest.mark.long
 def test_other_connections_to_rank_0_disturb_no_request(tmp_path, model, expected):
     """With another secret, with garbage, and more silent ones than there are places."""
     with server_over_there(tmp_path, model) as server, contextlib.ExitStack() as strangers:
@@ -105,6 +107,7 @@ def test_other_connections_to_rank_0_disturb_no_request(tmp_path, model, expecte
         assert "secret" not in "".join(server.lines)
 
 
+@pytest.mark.long
 def test_rank_0_that_is_killed_comes_back_at_the_same_address(tmp_path, model, expected):
     with server_over_there(tmp_path, model, "--decode-concurrency", 1) as server, ThreadPoolExecutor(2) as threads:
         stream = threads.submit(server.stream, {"prompt": "x"} | ENDLESS)

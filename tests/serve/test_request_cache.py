@@ -6,6 +6,7 @@ from mlx_lm import load
 from serving import CONTEXT, ServerProcess, require_answers, save_model_folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, ranks, options",
     [("gemma2", 2, ())]
@@ -45,6 +46,7 @@ def test_a_prefix_comes_back_from_the_disk(tmp_path, kind):
     assert any("parts of prompts and answers on disk" in line for line in require_answers(folder, 2, *options))
 
 
+@pytest.mark.long
 def test_log_probabilities_of_a_prompt_where_the_vocabulary_is_sharded(tmp_path):
     folder = save_model_folder(tmp_path, "gemma2")
     model, tokenizer = load(str(folder))

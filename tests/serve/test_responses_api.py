@@ -442,7 +442,7 @@ def test_output_that_the_request_demands(server, choice):
 NEW = 4  # tokens of a turn: the beginnings of two messages, and two words between them
 
 
-@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("continues", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ten_turns_with_tools_compute_only_their_new_tokens(tmp_path, continues):
     """With the history that a client sends, or with that which the server has kept."""
     import openai

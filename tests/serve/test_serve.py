@@ -317,6 +317,7 @@ def test_health_models_and_metrics(server):
     )
 
 
+@pytest.mark.long
 def test_the_name_of_a_model_in_the_current_directory(model):
     with ServerProcess(".", cwd=model) as server:
         assert [each["id"] for each in server.ask(None, "/v1/models")["data"]] == ["tiny"]
@@ -335,6 +336,7 @@ def test_a_rank_that_samples_other_tokens_is_a_mismatch(run_ranks, model):
         assert re.search(r"Mismatch: ranks call the model .* with different inputs, .* rank 0 and .* rank 1", output)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_class(run_ranks, model, ranks):
     run_ranks("server.py", ranks, model)

@@ -29,6 +29,7 @@ def test_the_number_of_models_that_are_computed_one_at_a_time():
     assert int(number) == (DOCS / "models.md").read_text().count(" one at a time |")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_server_in_a_program(run_ranks, tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
@@ -38,6 +39,7 @@ def test_the_server_in_a_program(run_ranks, tmp_path, monkeypatch, ranks):
     assert not any("127.0.0.1" in output for output in others)
 
 
+@pytest.mark.long
 def test_the_program_of_the_reference(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_model_folder(tmp_path / "models" / "qwen")

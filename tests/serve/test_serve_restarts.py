@@ -91,6 +91,7 @@ def test_drain_has_the_range_that_it_has_for_the_launcher(words, seconds):
     assert "Usage: serve" in done.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("access_log", [True, False])
 def test_ranks_get_the_options_as_they_were_typed(model, access_log):
     """Rank 0 has the application of HTTP where there are no restarts."""
@@ -205,6 +206,7 @@ def test_twenty_rounds(model, expected, capsys):
     assert len(took) == 20 and set(outcomes) <= {"same", 503} and outcomes.count("same") > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_sigterm_lets_requests_end(model, ranks):
     """A second one ends them. New ones are refused at once."""

@@ -10,11 +10,12 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 @pytest.mark.parametrize(
     "kind, ranks, options, fields",
-    [("qwen3", 2, [], {}), ("llama", 2, ["--pipeline", "--stream-weights"], {})]
+    [("qwen3", 2, [], {})]
     + [
         pytest.param(*row, marks=pytest.mark.long)
         for row in (
             ("qwen3", 1, [], {}),
+            ("llama", 2, ["--pipeline", "--stream-weights"], {}),
             ("qwen3", 3, ["--rank-shares", "2,1,1"], EIGHT_HEADS),
             ("qwen3", 4, ["--tp", "2", "--pipeline"], EIGHT_HEADS),
             ("qwen3", 4, ["--stream-weights"], EIGHT_HEADS | {"num_key_value_heads": 2}),
@@ -36,6 +37,7 @@ def test_a_server_answers_as_one_process(tmp_path, kind, ranks, options, fields)
     assert own != any("the model's layers are split blocks" in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_server_measures_which_layers_are_faster(tmp_path, ranks):
     """Without an option rank 0 says what all ranks have measured, and what follows from it."""

@@ -16,6 +16,7 @@ def with_logprobs(choice):
     return choice
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, ranks",
     [

@@ -163,7 +163,7 @@ def test_other_drafts_than_those_of_rank_0_are_a_mismatch(loaded, draft_model):
 @pytest.mark.parametrize("drafts", ["looked up", "of a model"])
 @pytest.mark.parametrize(
     "kind, most",
-    [("gemma3_text", 3), ("qwen3_next", 3)]
+    [("gemma3_text", 3), pytest.param("qwen3_next", 3, marks=pytest.mark.long)]
     + [
         pytest.param(kind, most, marks=pytest.mark.long)
         for kind in ("gemma3_text", "qwen3_next", "qwen3_5", "gpt_oss", "granitemoehybrid", "lfm2", "falcon_h1")
@@ -184,6 +184,7 @@ def test_sliding_windows_and_recurrent_states_go_back(tmp_path, kind, most, draf
     assert 0 < counts[1] < counts[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, ranks, options",
     [("qwen3_next", 2, ["--draft-model", "DRAFT", "--shard-draft-model"])]
@@ -210,6 +211,7 @@ def test_models_whose_prompts_are_computed_alone_have_no_drafts(loaded):
         Worker(tiny_models.build("jamba"), loaded[1], BatchLimits(num_draft_tokens=2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, options",
     [

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, options, requests", [(2, [], 16), *(pytest.param(*case, 150, marks=pytest.mark.long) for case in CASES)]
 )

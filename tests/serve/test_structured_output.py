@@ -143,6 +143,7 @@ def expected(folder):
     return text
 
 
+@pytest.mark.long
 def test_what_a_random_model_samples_is_of_its_schema_or_expression(server, expected):
     """All at once, with requests that are free; these have the tokens that they have alone."""
     bodies = [{"prompt": name, "response_format": schema_format(schema)} for name, schema in SCHEMAS.items()]
@@ -265,6 +266,7 @@ def accepts(grammar, text, tokenizer):
     return read == len(tokens) and matcher.is_accepting()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), min_size=1, max_size=4))
 @example(["a", "ab", "", "-#&~ .*\\/<>\n", '"quoted"', "(", "[^a]"])

@@ -104,7 +104,7 @@ def test_a_call_in_the_format_of_each_parser(name):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_what_a_model_writes_badly_raises_nothing(name, data):
     """Calls or none; the arguments of calls are objects of JSON."""

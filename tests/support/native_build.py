@@ -1,6 +1,7 @@
 """Compiles C files of native/ into a program and runs it, for the tests of the parts below Python."""
 
 import functools
+import hashlib
 import os
 import shlex
 import shutil
@@ -79,8 +80,8 @@ def build_program(
 ) -> Path:
     """Compiles ``sources``, warnings being errors, links them and ``libraries`` into ``output`` and returns that.
 
-    ``compiler``: one for another processor, instead of this machine's. A file is compiled once per test session,
-    compiler and set of flags. Skips the test where the compiler's sanitizers that ``flags`` ask for do not work.
+    ``compiler``: one for another processor, instead of this machine's. A file is compiled once for a
+    compiler and a set of flags. Skips the test where the compiler's sanitizers that ``flags`` ask for do not work.
     """
     flags = tuple(flags)
     for flag in flags:
@@ -122,17 +123,29 @@ def _own_segment() -> str:
 
 @functools.cache
 def compile_source(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """The object file of ``source``, until the end of this process. Warnings are errors."""
-    descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_directory().name)
-    os.close(descriptor)
-    _call([*compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])
-    return Path(name)
+    """The object file of ``source``, kept for other processes and later sessions. Warnings are errors."""
+    command = [*compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", *flags]
+    executable = os.stat(shutil.which(compiler[0]) or compiler[0])
+    key = hashlib.sha256(f"{command} {executable.st_mtime_ns} {executable.st_size}".encode() + source.read_bytes())
+    kept = _object_directory() / f"{source.stem}-{key.hexdigest()[:32]}.o"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as directory:
+            _call([*command, "-c", str(source), "-o", str(made := Path(directory, "made.o"))])
+            made.replace(kept)
+    return kept
 
 
 @functools.cache
-def _object_directory() -> tempfile.TemporaryDirectory:
-    """Removed when the test session ends."""
-    return tempfile.TemporaryDirectory(prefix="mlxdist-objects-")
+def _object_directory() -> Path:
+    """Of the headers as they are now; objects of others are removed."""
+    headers = hashlib.sha256()
+    for header in sorted(NATIVE.rglob("*.h")):
+        headers.update(f"{header} ".encode() + header.read_bytes())
+    directory = NATIVE.parent / "build" / "test-objects" / headers.hexdigest()[:32]
+    directory.mkdir(parents=True, exist_ok=True)
+    for other in set(directory.parent.iterdir()) - {directory}:
+        shutil.rmtree(other, ignore_errors=True)
+    return directory
 
 
 def _call(command: list[str]) -> None:

@@ -341,6 +341,7 @@ def test_the_plan():
     assert (sizes["all_reduce"], sizes["all_gather"]) == (4096, 4092)  # all_gather has a part of each rank
 
 
+@pytest.mark.long
 def test_operations_of_a_root_and_unequal_parts(tmp_path):
     """Three ranks: the parts of all_to_all_v are unequal from there on. The tables by size need three sizes."""
     only = ["all_max", "reduce", "gather", "scatter", "all_to_all_v"]
@@ -372,6 +373,7 @@ def test_operations_of_a_root_and_unequal_parts(tmp_path):
     assert "<th>n_1/2</th>" in text and Page(text).seen.count("tr") == 1 + 16 + 1 + len(fitted)
 
 
+@pytest.mark.long
 @linux
 def test_each_provider_has_a_variant(tmp_path, monkeypatch):
     """RDMA is that of libsoftverbs. librdma is macOS's: the run goes on without it, and says so."""

@@ -329,6 +329,7 @@ def test_no_algorithm_to_choose_in_a_ring_of_cables(tuned, monkeypatch):
     assert job.returncode == 0 and "4 ranks, hosts: 1" in job.stdout, job.stderr
 
 
+@pytest.mark.long
 def test_algorithms_and_experts_are_saved_for_jobs(tuned):
     """For two ranks and for three; and a job uses them."""
     words = ["calibrate", "--only", "algorithms,experts", "--max", "1KiB", "--repeats", "3", "--force"]

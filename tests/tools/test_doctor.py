@@ -145,11 +145,13 @@ def test_a_host_without_mlxdist(tmp_path):
     assert failures(found) == {"python": ("a",)} and "localhost" in found.responses["facts"]
 
 
+@pytest.mark.long
 def test_a_host_that_refuses(tmp_path):
     found = probed(fake_ssh(tmp_path, "sys.exit('a: Permission denied (publickey).')"))
     assert failures(found) == {"reachable": ("a",)}
 
 
+@pytest.mark.long
 def test_a_host_with_another_version(tmp_path):
     """Of which nothing else is asked."""
     response = pack_json(Kind.RESULT, {"result": {"host": "a", "python": "3.11.7", "mlxdist": "0.0.9"}})
@@ -158,6 +160,7 @@ def test_a_host_with_another_version(tmp_path):
     assert failures(found)["versions"] == ("a",) and list(found.responses["facts"]) == ["localhost"]
 
 
+@pytest.mark.long
 def test_a_silent_host(tmp_path, monkeypatch):
     monkeypatch.setattr(rpc_client, "CONNECT_SECONDS", 3.0)
     found = probed(fake_ssh(tmp_path, "import time; time.sleep(60)"))

@@ -406,6 +406,7 @@ def test_without_a_launcher_files_go_to_the_current_directory(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-0.json", "flight-1.json"]
 
 
+@pytest.mark.long
 def test_dump_of_a_running_job(tmp_path, monkeypatch):
     """Ranks answer from inside an evaluation; one that is stopped is named; the job goes on."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

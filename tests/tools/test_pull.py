@@ -65,6 +65,7 @@ def test_what_arrives_damaged_is_not_kept(run_scenarios, ranks, tmp_path):
     assert not list((tmp_path / "rank1").rglob("model-*.safetensors"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_a_write_that_the_system_refuses(run_scenarios, ranks, tmp_path):
     run_scenarios("pull.py", ranks, "writing_fails", tmp_path, resident=False)
@@ -137,6 +138,7 @@ def run(*words, status=0, timeout=100, before=(), environment=None):
     return done
 
 
+@pytest.mark.long
 def test_from_the_hub_to_this_machine(hub, model, monkeypatch):
     done = run("pull", "org/tiny", "--json")
     found = json.loads(done.stdout)
@@ -160,12 +162,14 @@ def test_hosts_that_wait_for_others_do_not_warn(monkeypatch):
     assert "MLXDIST_STALL_WARNING" not in _variables(HostSelection())
 
 
+@pytest.mark.long
 def test_a_model_that_the_hub_does_not_have(hub):
     errors = run("pull", "org/other", status=1).stderr
     assert "Error: localhost: org/other cannot be fetched from the Hugging Face Hub: " in errors and "404" in errors
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_a_hub_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -263,6 +267,7 @@ def on(nodes, model):
         server.wait()
 
 
+@pytest.mark.long
 def test_from_the_hub_to_three_hosts(nodes, on, model):
     """By TCP between namespaces: each byte leaves the first host once. All caches are complete, and serve mlx-lm."""
     before = [(host.sent_bytes(), host.received_bytes()) for host in nodes.hosts]

@@ -110,9 +110,8 @@ def test_mlx_lm_loads_it(name, tmp_path):
 
 
 # float32: with weights that are random, experts have nearly the same chance, and the last bit chooses.
-@pytest.mark.parametrize(
-    ("ranks", "quantization"), [(3, {}), *(pytest.param(ranks, QUANTIZED, marks=pytest.mark.long) for ranks in (2, 4))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "quantization"), [(3, {}), (2, QUANTIZED), (4, QUANTIZED)])
 def test_ranks_compute_what_one_computes(ranks, quantization, tmp_path):
     heads = {"num_attention_heads": 24, "num_key_value_heads": 12, "torch_dtype": "float32"}
     make(tmp_path, MIXTRAL | heads | quantization)

@@ -177,6 +177,7 @@ def test_a_rank_that_cannot_be_signaled_goes_on():
         end(job)
 
 
+@pytest.mark.long
 def test_a_page_shows_the_ranks_until_they_end_and_when_they_are_back():
     def states():
         return [row["state"] for row in view()["ranks"]]

@@ -43,6 +43,7 @@ def test_one_error_on_all_ranks(run_ranks, tmp_path, ranks):
     assert all("passed\n" in output for output in outputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2])
 def test_the_program_of_the_page(run_ranks, tmp_path, ranks):
     """Its code runs: two epochs of 100 samples are 16 steps of 12 rows, and the loss falls."""

@@ -58,11 +58,13 @@ def test_failures_of_one_rank(run_ranks, tmp_path):
         assert output.endswith("done\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_mesh(run_ranks, tmp_path, ranks):
     assert run_ranks(SCRIPT, ranks, tmp_path, "mesh") == ["done\n"] * ranks
 
 
+@pytest.mark.long
 def test_a_rank_that_dies(run_ranks, tmp_path):
     output = run_ranks(SCRIPT, 2, tmp_path, "one_rank_dies", status=None)[0]
     assert re.search("rank 1", output), output

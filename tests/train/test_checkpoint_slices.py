@@ -70,7 +70,7 @@ def write(directory, full, parts):
     manifest.write(directory)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_part_of_any_parts(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))

@@ -15,7 +15,7 @@ LONG = [
     "compute_dtypes",
     "results_without_gradients",
 ]
-MODELS = ["low_rank_adapters", "models_of_mlx_lm"]
+MODELS = ["low_rank_adapters", pytest.param("models_of_mlx_lm", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])

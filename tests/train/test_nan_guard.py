@@ -212,6 +212,7 @@ def test_the_model_is_restored_after_an_error():
     assert type(model) is Block and type(model.first) is nn.Linear
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "check, ranks",
     [("first_on_any_rank", 3), ("disagree", 2)]

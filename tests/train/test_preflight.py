@@ -173,6 +173,7 @@ def test_check(folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
 
 
+@pytest.mark.long
 def test_check_on_ranks(folder, tmp_path):
     """A sample that only one rank reads fails all of them, with one sentence."""
     import subprocess

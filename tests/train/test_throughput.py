@@ -17,6 +17,7 @@ def test_throughput(run_scenarios, check, ranks):
     run_scenarios("throughput.py", ranks, check)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "hosts, peak",

@@ -41,6 +41,7 @@ def test_the_file_shows_every_setting(tmp_path):
         assert settings.keys() == {field.name for field in dataclasses.fields(kind)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_command_as_a_function(run_ranks, tmp_path, models_and_data, ranks):
     for output in run_ranks(program_of(GUIDE, tmp_path), ranks):
@@ -53,6 +54,7 @@ def test_the_program_of_the_reference(run_ranks, tmp_path, models_and_data):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_loop_runs(run_ranks, tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)

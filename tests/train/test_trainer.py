@@ -84,10 +84,10 @@ def require_equal(directory: Path, reference: Path, tolerance: float = TOLERANCE
 MESHES = [
     pytest.param(2, "[mesh]\ndp = 2", {}, id="dp=2"),
     pytest.param(2, "[mesh]\nfsdp = 2", {}, id="fsdp=2"),
-    pytest.param(2, "[mesh]\npp = 2", {}, id="pp=2"),
     *(
         pytest.param(ranks, tables, changed, id=name, marks=LONG)
         for name, ranks, tables, changed in [
+            ("pp=2", 2, "[mesh]\npp = 2", {}),
             ("dp=4", 4, "", {}),
             ("dp=3", 3, "", {"batch_size": 6}),
             ("fsdp=3", 3, "[mesh]\nfsdp = 3", {"batch_size": 6}),
@@ -245,6 +245,7 @@ def half_frozen(folder: Path, tables: str = "", **changed: object) -> str:
     return settings(folder, tables + '\n[precision]\ndtype = "float16"\n', **values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "type"), [("qwen3", "full"), *(pytest.param(m, "lora", marks=LONG) for m in ("qwen3", "quantized"))]
 )
@@ -328,6 +329,7 @@ def test_rows_by_measured_speeds(folder, one, tmp_path):
     assert "needs a job whose hosts are measured" in run(tmp_path / "not measured", 2, text, status=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_function(run_ranks, folder, tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)

@@ -30,6 +30,8 @@ def tracked() -> list[Path]:
 def prose(path: Path) -> str:
     """What is written for people in a file."""
     text = (ROOT / path).read_text()
+    if not NAME.search(text):
+        return ""
     if path.suffix in (".c", ".h", ".cpp"):
         return "\n".join(re.findall(r"/\*.*?\*/|//[^\n]*", text, re.DOTALL))
     if path.suffix == ".py":

@@ -1,6 +1,7 @@
 """No module imports itself by way of others: not inside functions either, nor by a name in a string."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -39,10 +40,15 @@ def module_of(name: str) -> str:
     return name
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(module: str) -> set[str]:
     path = SOURCES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = {module_of(name) for name in imported(ast.parse(path.read_text()), package)}
+    found = {module_of(name) for name in imported(tree_of(path), package)}
     # The public names of mlxdist load on first use, by design, from anywhere below.
     return found - {"", module, "mlxdist"}
 
@@ -63,7 +69,7 @@ def test_one_file_changes_the_class_of_a_module():
     found = {
         module
         for module, path in SOURCES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
     }
     assert found == {"mlxdist.nn.interception"}
