@@ -82,11 +82,11 @@ def require_equal(directory: Path, reference: Path, tolerance: float = TOLERANCE
 
 
 MESHES = [
-    pytest.param(2, "[mesh]\ndp = 2", {}, id="dp=2"),
     pytest.param(2, "[mesh]\nfsdp = 2", {}, id="fsdp=2"),
     *(
         pytest.param(ranks, tables, changed, id=name, marks=LONG)
         for name, ranks, tables, changed in [
+            ("dp=2", 2, "[mesh]\ndp = 2", {}),
             ("pp=2", 2, "[mesh]\npp = 2", {}),
             ("dp=4", 4, "", {}),
             ("dp=3", 3, "", {"batch_size": 6}),
