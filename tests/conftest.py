@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ RESIDENT = {
     "vocab_parallel.py",
 }
 IMPORTED = pytest.StashKey[frozenset[str]]()
+BEGIN = pytest.StashKey[float]()
 RESIDENT_TIMEOUT = 240  # seconds: the longest of their tests
 _resident: dict[int, ResidentRanks] = {}
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
@@ -93,6 +95,7 @@ hypothesis.settings.load_profile("any machine")
 def pytest_configure(config: pytest.Config) -> None:
     """What all processes inherit that the tests start: at_start/sitecustomize.py; and signals. In a shell's background
     job Ctrl-C is ignored, under nohup SIGHUP, and the tests send both on purpose."""
+    config.stash[BEGIN] = time.monotonic()
     config.pluginmanager.register(_FailuresAtOnce(config))
     at_start, paths = str(Path(__file__).parent / "support" / "at_start"), os.environ.get("PYTHONPATH", "")
     if at_start not in paths.split(os.pathsep):  # as in the workers of xdist
@@ -118,6 +121,9 @@ class _FailuresAtOnce:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run 1 of N long tests of each file")
     parser.addoption("--choice", default="", help="chooses them: another text, such as a commit, takes others")
+    parser.addoption(
+        "--begin-within", type=float, metavar="SECONDS", help="later no long test begins; files in any order"
+    )
     parser.addoption("--soak-requests", type=int, default=100, metavar="N", help="that each server of the soak gets")
     parser.addoption("--pictures", action="store_true", help="make the pictures of the page in docs/page again")
     parser.addoption(
@@ -151,6 +157,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--begin-within") is not None:  # or it would be the last files each time that are left out
+        files = sorted(of_file)
+        random.Random(config.getoption("--choice")).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path) if item.path in of_file else -1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a slow machine some long tests are left out, rather than that all of them are stopped."""
+    limit = item.config.getoption("--begin-within")
+    if limit is not None and item.get_closest_marker("long") and time.monotonic() - item.config.stash[BEGIN] > limit:
+        pytest.skip(f"long tests have had their {limit:g} s; another choice begins with other files")
 
 
 @pytest.fixture

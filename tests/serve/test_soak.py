@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from four_apis import APIS, BODIES, CHAT, LACKS, TEXT, clients_of
 from mlx_lm import load, stream_generate
+from mtp_models import KINDS, save_mtp_folder
 from rounding import SEEDS, rounded_again
 from serving import ServerProcess, post, random_request, save_adapters, save_model_folder
 from waiting import late, wait_for
@@ -60,7 +61,8 @@ class Models:
         folder = self._folder / kind / str(seed) / "tiny"
         if not folder.exists():
             fields = {"vocab_size": CALL_END + 1, "max_position_embeddings": 2048}
-            save_model_folder(folder, kind, seed, **(fields | {"head_dim": 32} if kind == "qwen3" else fields))
+            save = save_mtp_folder if kind in KINDS else save_model_folder
+            save(folder, kind, seed, **(fields | {"head_dim": 32} if kind == "qwen3" else fields))
             save_byte_tokenizer(folder, "<|end|>", ["<|message|>", "<tool_call>", "</tool_call>"], TEMPLATE)
         return folder
 
@@ -218,6 +220,7 @@ def without_rounding(differ, model, folder):
         ("qwen3", 2, ["ADAPTERS"]),
         ("gemma3_text", 2, ["--draft-model", "DRAFT"]),  # sliding windows
         ("qwen3_next", 2, ["--prompt-lookup"]),  # recurrent states
+        ("qwen3_next", 2, ["--mtp"]),
     ],
 )
 def test_every_answer_is_that_of_one_process_and_nothing_grows(tmp_path, models, questions, kind, ranks, options):
