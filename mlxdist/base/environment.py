@@ -212,6 +212,9 @@ class Environment:
     rank_shares_compute: tuple[float, ...] | None = _of_job(
         "share of the work of each rank in training and for prompts", "none", _shares
     )
+    memory_gbps: tuple[float, ...] | None = _of_job(
+        "GB/s at which each rank reads weights, such as 400,200", "none", _shares
+    )
     emulated_node: int | None = _of_job(
         "virtual host of this rank, of `mlxdist launch --emulate-nodes`", "none", _integer(0, MAX_RANKS - 1)
     )
@@ -402,6 +405,7 @@ def _reject_contradictions(environ: Mapping[str, str], environment: Environment)
     shares = {
         "MLXDIST_RANK_SHARES_MEMORY": environment.rank_shares_memory,
         "MLXDIST_RANK_SHARES_COMPUTE": environment.rank_shares_compute,
+        "MLXDIST_MEMORY_GBPS": environment.memory_gbps,
     }
     for name, numbers in shares.items():
         if numbers is not None and len(numbers) != size:

@@ -75,8 +75,9 @@ def calibrate(
     hosts: how fast each host computes, reads memory and talks to the others. The measurements become the shares of
     ranks on machines of unequal speed: rank_shares="memory" or "compute" where a plan or layer takes rank_shares, and
     `mlxdist shard MODEL --hostfile FILE`. algorithms: the fastest algorithm of each operation, by size, for this number
-    of ranks and hosts. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". The file keeps
-    what it says of other hosts and numbers of ranks and hosts. Other work on the hosts spoils the numbers.
+    of ranks and hosts. experts: what exchanges of tokens cost, for expert parallelism with mode="auto", and for
+    `mlxdist serve` to choose which ranks share layers. The file keeps what it says of other hosts and numbers of ranks
+    and hosts. Other work on the hosts spoils the numbers.
 
     The exit status is 1, and nothing is saved, if a host cannot be measured, if a result is wrong or cannot be true, or
     if other processes used more than 5 % of the CPU meanwhile (--force saves all the same).
@@ -85,7 +86,7 @@ def calibrate(
     if smallest > largest:
         raise click.BadParameter(f"{tables.size(smallest)} is more than --max", param_hint="--min")
     # Only now: rich and MLX take half a second to load.
-    from mlxdist.tools.bench.results import QUIET_ADVICE, foreign_load, print_results, results_console, table_of
+    from mlxdist.tools.bench.results import QUIET_ADVICE, foreign_load, print_results, results_console
     from mlxdist.tools.bench.runner import Runner, with_ranks
     from mlxdist.tools.calibrate import algorithms, hosts
 
@@ -119,11 +120,9 @@ def calibrate(
         variables = {"MLXDIST_TUNING_FILE": "none"}
         runner = replace(runner, target="mlxdist.tools.calibrate.ranks:ExpertLinks")
         of_experts = runner.run([{}], variables=variables)
-        (link,) = of_experts["cases"]
-        loads["experts"], found["experts"], sections["expert_links"] = of_experts["setup"], link, [link]
-        title = f"{link['ranks']} ranks, {link['provider']}: exchanges of experts; plan {link['plan'] * 1e6:.1f} us"
-        cells = [[n, f"{c['latency'] * 1e6:.1f}", f"{c['bandwidth'] / 1e9:.2f}"] for n, c in link["costs"].items()]
-        show.append(lambda console: console.print(table_of(title, ["collective", "us", "+ bytes / GB/s"], cells)))
+        loads["experts"], links = of_experts["setup"], of_experts["cases"]
+        found["experts"] = sections["expert_links"] = links
+        show += [partial(_show_exchanges, link) for link in links]
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif not problems:
@@ -138,6 +137,15 @@ def calibrate(
         raise ResourceError(f"nothing is saved to {path}: {'; '.join(disturbed)}; {QUIET_ADVICE}")
     tuning_file.update(path, _merged(path, sections))
     click.echo(f"Saved to {path}.", err=True)
+
+
+def _show_exchanges(link: dict[str, Any], console: Console) -> None:
+    from mlxdist.tools.bench.results import table_of
+
+    shape = f"{link['ranks']} ranks, hosts: {link['hosts']}, {link['provider']}"
+    cells = [[n, f"{c['latency'] * 1e6:.1f}", f"{c['bandwidth'] / 1e9:.2f}"] for n, c in link["costs"].items()]
+    title = f"{shape}: exchanges of experts; plan {link['plan'] * 1e6:.1f} us"
+    console.print(table_of(title, ["collective", "us", "+ bytes / GB/s"], cells))
 
 
 def _prepared(output: Path | None) -> Path:

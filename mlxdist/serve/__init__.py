@@ -31,7 +31,7 @@ chat.py             a terminal in place of HTTP, `mlxdist chat`
 All ranks:
 
 decisions.py        what rank 0 decides before a step, as one small message: which requests begin, which end
-placement.py        Layout: which rank holds what of the model, given or chosen
+placement.py        Layout: which rank holds what of the model, given or chosen; decode_cost.py: by predicted times
 worker.py           BatchLimits; carry out the message, and run a step of mlx-lm's BatchGenerator
 disaggregation.py   Side: the ranks that share a model, where some compute prompts and others generate
 disaggregated_worker.py  their steps; kv_transfers.py: what is sent between them; remote_outcome.py: results for rank 0

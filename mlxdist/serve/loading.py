@@ -39,13 +39,8 @@ def load(
 
     Raises:
         InvalidArgument: on all ranks, what :func:`load_sharded` or ``SplitModel.from_model`` raises; there is no
-            tokenizer; the draft model has another one; stages have a sharded vocabulary or an MTP head; the model has
-            no MTP head; there are no KV caches to quantize.
+            tokenizer; the draft model has another one; the model has no MTP head; there are no KV caches to quantize.
     """
-    with agreed("serve", group):
-        for option, given in (("--shard-vocabulary", options.shard_vocabulary), ("--mtp", options.mtp)):
-            if given and placement.stage_plan is not None:
-                raise InvalidArgument(f"serve: {option} is for ranks that share every layer, not stages")
     head = None
     if options.mtp:  # before the model, which takes longer
         head = load_mtp_head(directory, placement.plan, group=group, stream=options.stream_weights)

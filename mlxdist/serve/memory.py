@@ -20,7 +20,7 @@ from mlxdist.runtime.group.group import Group
 
 from .row_caches import flat
 
-__all__ = ["UNLIMITED", "CacheMemory", "cache_memory", "cache_sizes", "reserved"]
+__all__ = ["UNLIMITED", "CacheMemory", "cache_memory", "cache_sizes", "memory_limit", "reserved", "sizes_of"]
 
 UNLIMITED = 1 << 62
 _SHARE = 0.9  # of the device's memory; what a step computes has the rest
@@ -90,10 +90,7 @@ def cache_memory(
         InvalidArgument: on every rank; some rank has no memory for KV caches.
     """
     per_token, fixed = cache_sizes(model, chunk)
-    if neighbors is None:
-        neighbors = texts(host_identity(), group).count(host_identity())
-    # Ranks on one host share the memory of its device.
-    limit = _SHARE * device_limit() / neighbors
+    limit = memory_limit(group, neighbors)
     left = limit - mx.get_active_memory() - fixed * requests
     if max_total_tokens is not None and per_token:
         left, limit = per_token * max_total_tokens, UNLIMITED
@@ -109,15 +106,25 @@ def cache_memory(
     return memory
 
 
+def memory_limit(group: Group, neighbors: int | None = None) -> float:
+    """The bytes that this rank may use for weights and caches. Collective, unless ``neighbors`` is given: the number of
+    ranks on this host."""
+    if neighbors is None:
+        neighbors = texts(host_identity(), group).count(host_identity())
+    # Ranks on one host share the memory of its device.
+    return _SHARE * device_limit() / neighbors
+
+
 def cache_sizes(model: nn.Module, chunk: int) -> tuple[float, float]:
     """Bytes of the KV caches of a request: per token, and independent of tokens. Collective like the model's call."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches), [cache.state for cache in caches])
-    sizes = [_sizes(cache, chunk) for cache in flat(caches)]
+    sizes = [sizes_of(cache, chunk) for cache in flat(caches)]
     return sum(size for size, _ in sizes), sum(size for _, size in sizes)
 
 
-def _sizes(cache: Any, chunk: int) -> tuple[float, float]:
+def sizes_of(cache: Any, chunk: int) -> tuple[float, float]:
+    """Bytes of a cache that has tokens: per token, and independent of tokens. It is not evaluated."""
     if not cache.nbytes:  # of a layer of another stage
         return 0, 0
     if isinstance(cache, ArraysCache):

@@ -8,7 +8,7 @@ from mlxdist.base.errors import InvalidArgument
 
 from .decisions import MAX_ADAPTERS
 from .http_options import HttpOptions
-from .placement import Layout
+from .placement import Demands, Layout
 from .worker import BatchLimits
 
 __all__ = ["ServeOptions"]
@@ -74,6 +74,11 @@ class ServeOptions:
     def is_disaggregated(self) -> bool:
         """Whether some ranks compute prompts, and the others generate."""
         return bool(self.prefill_ranks or self.decode_ranks)
+
+    def demands(self, limits: BatchLimits, neighbors: int | None) -> Demands:
+        """The demands on the placement of ranks with these ``limits``. ``neighbors``: as of :func:`cache_memory`."""
+        whole = "--mtp" if self.mtp else "--shard-vocabulary" if self.shard_vocabulary else ""
+        return Demands(whole, limits.decode_concurrency, limits.prefill_step_size, neighbors)
 
     def check(self) -> None:
         """Checks the options. Raises InvalidArgument: some of them exclude each other."""

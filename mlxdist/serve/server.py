@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -214,7 +215,8 @@ def run(
             clients = clients_of(endpoint)
     with contextlib.nullcontext() if clients is None else clients.listening():
         with side.loading(name):
-            placement = place(directory, side.group, side.layout)
+            demands = options.demands(side.limits, side.neighbors)
+            placement = place(directory, side.group, side.layout, demands)
             holdings: list[Holding] = []
             hold = lambda report: holdings.extend(show(placement, report, side.group))
             model, tokenizer = load(options, directory, placement, side.group, hold, side.inspect)
@@ -311,13 +313,18 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
             "draft model": "" if options.draft_model is None else _draft_model(options),
             "--mtp": str(options.mtp),
             "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
-            "plan of shards": hashlib.blake2b(placement.to_json().encode(), digest_size=16).hexdigest(),
+            # Without the reason, whose figures change with each measurement.
+            "plan of shards": _digest(replace(placement, reason="").to_json().encode()),
             "--kv-bits or --kv-group-size": str((options.kv_bits, options.kv_group_size)),
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }
     parsed: dict[str, str] = parse_json(broadcast_blob(json.dumps(found).encode(), group))
     return parsed
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _draft_model(options: ServeOptions) -> str:

@@ -11,11 +11,18 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "MLX_DISABLE_COMPILE": "1"}
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import mlx.core as mx
 from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
 from overlapping import alone, overlapping
 
 import mlxdist
-from mlxdist.nn import load_sharded
+from mlxdist.base.safetensors_reader import Checkpoint
+from mlxdist.nn import load_sharded, plan_shards
+from mlxdist.nn.expert_parallel.links import RankLinks
+from mlxdist.nn.expert_parallel.policy import COLLECTIVES
+from mlxdist.nn.models.load.weight_sources import open_model
+from mlxdist.serve.decode_cost import DecodeCost, MeasuredRanks
 from mlxdist.serve.placement import Layout, ModelPlacement, place
 from mlxdist.serve.worker import BatchLimits, Worker
 
@@ -81,6 +88,25 @@ def chosen() -> None:
     assert place(base / "qwen3", group, Layout(rank_shares=[1.0, 1.0])).plan.rank_shares is None
     os.environ["MLXDIST_RANK_SHARES_MEMORY"] = "1,1"
     assert place(base / "qwen3", group, Layout()).plan.rank_shares is None
+    print("right")
+
+
+def counted() -> None:
+    """A decode step adds up results as often as is predicted: of links that take a second for each."""
+    costs = dict.fromkeys(COLLECTIVES, {"latency": 1.0, "bandwidth": 1e15})
+    known = [{"provider": "soft", "ranks": 2, "hosts": 1, "plan": 1.0, "costs": costs}]
+    measured = MeasuredRanks((1e9, 1e9), (1e12, 1e12), RankLinks((0, 0), {(0, 1): "soft"}, known))
+    for kind, tp, ep in (("qwen3", 2, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2)):
+        model, _, _ = open_model(Checkpoint(base / kind))
+        plan = plan_shards(model, tp, ep)
+        seconds = DecodeCost(model, measured).of(plan, None).seconds
+        model, _ = load_sharded(base / kind, group=group, plan=plan)
+        caches = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1]]), cache=caches))
+        before = group.stats_by_operation()["all_sum"]["calls"]
+        mx.eval(model(mx.array([[1]]), cache=caches))
+        calls = group.stats_by_operation()["all_sum"]["calls"] - before
+        assert abs(seconds - calls) < 1e-3 and calls > 2, f"{kind}, tp={tp}, ep={ep}: {calls}, not {seconds}"
     print("right")
 
 

@@ -70,7 +70,13 @@ def rank_share_variables(hostfile: Hostfile) -> dict[str, str]:
     measured = measured_hosts()
     if any(host.name not in measured for host in hostfile.hosts):
         return {}
-    return {name: ",".join(f"{speed:.4f}" for speed in speeds(hostfile, by)) for by, (_, name) in MEASUREMENTS.items()}
+    found = {name: speeds(hostfile, by, measured) for by, (_, name) in MEASUREMENTS.items()}
+    found["MLXDIST_MEMORY_GBPS"] = [
+        gbps
+        for host in hostfile.hosts
+        for gbps in [measured[host.name].memory_gbps / _ranks_on(host, hostfile)] * host.slots
+    ]
+    return {name: ",".join(f"{speed:.4f}" for speed in each) for name, each in found.items()}
 
 
 def _ranks_on(host: Host, hostfile: Hostfile) -> int:

@@ -7,6 +7,7 @@ dispatch.py          dispatch, combine, DispatchHandle: tokens sent to the ranks
 low_latency.py       LowLatencyExchange: the same for few tokens, without a plan
 overlap.py           Overlap, OverlappedExchange: while other experts compute
 policy.py            Policy, LinkCosts, Workload, calibrate: which of the ways is the fastest
+links.py             RankLinks: which costs are those of some of the ranks
 load_balancing.py    BalanceBias, ExpertLoad, count_experts: experts that are chosen about equally often
 capacity.py          tokens beyond an expert's capacity; fp8.py: tokens sent in 8 bits
 pairs.py             pairs of a token and an expert; comparisons.py: which calls the ranks compare

@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -88,14 +89,19 @@ class LinkCosts:
     @classmethod
     def of(cls, *, group: Group) -> LinkCosts:
         """The costs in rank 0's tuning file for such a ``group`` (`mlxdist calibrate`), else :meth:`assumed` ones."""
-        engine = engine_of(group)
-        shape = group.provider, group.size(), engine.hosts
-        for known in engine.world.native_group.tuning.expert_links:
+        shape = group.provider, group.size(), engine_of(group).hosts
+        return cls.known(engine_of(group).world.native_group.tuning.expert_links, *shape) or cls.assumed(*shape)
+
+    @classmethod
+    def known(cls, links: Sequence[Mapping[str, Any]], provider: str, ranks: int, hosts: int) -> LinkCosts | None:
+        """The costs that ``links``, a section of the tuning file, has of a group with this ``provider``, number of
+        ``ranks`` and of ``hosts``; None where it has none."""
+        for known in links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
-            if shape == (known["provider"], known["ranks"], known["hosts"]) and len(costs) == len(COLLECTIVES):
-                provider, ranks, hosts = shape
+            alike = (ranks, hosts) == (known["ranks"], known["hosts"]) and len(costs) == len(COLLECTIVES)
+            if alike and set(provider.split("+")) == set(known["provider"].split("+")):
                 return cls(provider, ranks, costs, known["plan"], measured=True, hosts=hosts)
-        return cls.assumed(*shape)
+        return None
 
     @classmethod
     def assumed(cls, provider: str, ranks: int, hosts: int = 1) -> LinkCosts:

@@ -40,9 +40,9 @@ class NativeGroup:
         # to each rank
         self.paths = (Path.SHARED_MEMORY,) * environment.world_size
         self.ports = (Ports(),) * environment.world_size
+        self.hosts: list[int] = []  # the number of each rank's host; empty where all ranks are on one
         self._environment = environment
         self._host = host
-        self._hosts: list[int] = []
         self._largest_message = 0  # bytes; 0: as the devices say
         self._lock = threading.Lock()  # guards the end of the pointer
 
@@ -50,7 +50,7 @@ class NativeGroup:
         """Chooses devices and connects them to those of the other ranks. ``context``: for the engine's callbacks."""
         environment = self._environment
         agreed = device_selection.select_devices(rendezvous, environment, self._host)
-        self._hosts = agreed.hosts
+        self.hosts = agreed.hosts
         self._largest_message = first_contact.largest_message(rendezvous, environment, self._host, agreed)
         table = self._share_tuning(rendezvous)
         set_up = functools.partial(self._set_up, rendezvous, context, table)
@@ -143,7 +143,7 @@ class NativeGroup:
         host, profile = (ffi.new("char[]", text.encode()) for text in (self._host, environment.soft_profile))
         adjacency = _adjacency(environment, choice)
         options.host, options.soft_profile, options.links, options.adjacency = host, profile, links[0], adjacency
-        hosts = ffi.new("int32_t[]", self._hosts) if self._hosts else ffi.NULL
+        hosts = ffi.new("int32_t[]", self.hosts) if self.hosts else ffi.NULL
         options.hosts, options.largest_message = hosts, self._largest_message
         self.timeout = options.entry_timeout or FOR_EVER
         made = ffi.new("mlxdist_group **")

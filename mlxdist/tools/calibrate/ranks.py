@@ -7,7 +7,8 @@ from typing import Any
 
 import mlxdist
 from mlxdist.base.environment import Environment
-from mlxdist.nn.expert_parallel.policy import calibrate
+from mlxdist.nn.expert_parallel.links import RankLinks
+from mlxdist.nn.expert_parallel.policy import SMALL, calibrate
 from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.group.tuning import ALGORITHMS, MAX_BYTES, Row
 from mlxdist.runtime.native import check, ffi, lib
@@ -85,7 +86,22 @@ class ExpertLinks(BenchmarkWorkload):
     """Measures exchanges of tokens, by `mlxdist.nn.expert_parallel.policy.calibrate`. Its only case has no fields."""
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        link = calibrate(group=self.world)
-        costs = {name: vars(cost) for name, cost in link.costs.items()}
-        shape = {"provider": link.provider, "ranks": link.ranks, "hosts": link.hosts}
-        return [shape | {"plan": link.plan, "costs": costs}]
+        """The costs in the group of all ranks; then in groups of equal sizes, neighbors each, as the ranks of a stage
+        are: all groups of a size at once, of those of a kind the slowest."""
+        world, links = self.world, RankLinks.of(group=self.world)
+        slowest: dict[tuple[str, int, int], dict[str, Any]] = {}
+        for size in (size for size in range(world.size(), 1, -1) if world.size() % size == 0):
+            first = world.rank() - world.rank() % size
+            found = calibrate(group=world.split(first))
+            costs = {name: vars(cost) for name, cost in found.costs.items()}
+            entry = dict(zip(("provider", "ranks", "hosts"), links.shape(range(first, first + size))))
+            for other in exchange(entry | {"plan": found.plan, "costs": costs}, world):
+                shape = other["provider"], other["ranks"], other["hosts"]
+                slowest[shape] = max(slowest.get(shape, other), other, key=_of_a_row)
+        return list(slowest.values())
+
+
+def _of_a_row(link: dict[str, Any]) -> float:
+    """Seconds in which ranks add up a row of a decode step, most of which is latency."""
+    cost = link["costs"]["all_sum"]
+    return float(cost["latency"] + SMALL / cost["bandwidth"])
