@@ -65,6 +65,7 @@ RESIDENT = {
     "pipeline.py",
     "pipeline_training.py",
     "pull.py",
+    "pull_shards.py",
     "router_balance.py",
     "seeds.py",
     "sequences.py",

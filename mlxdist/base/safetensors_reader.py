@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # weights that mlx-lm leaves out, beside those that it has converted
 _OF_SEVERAL = re.compile(r"(model[^/]*-)\d+-of-(\d+)\.safetensors", re.ASCII)
 _MAX_FILES = 4096  # that a name may say there are
+_SAMPLES, _SAMPLE_BYTES = 8, 64  # of a tensor that is compared by some of its bytes
 
 
 class TensorLayout(Protocol):
@@ -66,9 +67,23 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def sample_runs(self) -> list[tuple[int, int]]:
+        """The places of :meth:`sample` in the file: all of a small tensor, 512 bytes of another."""
+        if self.nbytes <= 2 * _SAMPLES * _SAMPLE_BYTES:
+            return [(self.offset, self.nbytes)]
+        step = (self.nbytes - _SAMPLE_BYTES) // (_SAMPLES - 1)
+        return [(self.offset + number * step, _SAMPLE_BYTES) for number in range(_SAMPLES)]
+
     def read(self, axis: int, slices: Sequence[slice], start: int, memory: memoryview) -> None:
         """Fills ``memory`` with the local part's bytes from ``start`` on; see :func:`runs`. Reads nothing else."""
         self.file.read_runs(runs(self, axis, slices, start, start + len(memory)), memory)
+
+    def sample(self) -> memoryview:
+        """Some bytes to compare the tensor by: the same ones on every host, whichever shard is read there."""
+        memory = memoryview(bytearray(sum(length for _, length in self.sample_runs)))
+        self.file.read_runs(self.sample_runs, memory)
+        return memory
 
     def release(self) -> None:
         """Does nothing: no data is kept between two reads."""
@@ -90,8 +105,8 @@ class WeightFile:
 
     def __post_init__(self) -> None:
         try:
-            with self.path.open("rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
+            with self._data.open("rb") as file:
+                self.size = self._full_size(os.fstat(file.fileno()).st_size)
                 length_field = file.read(8)
                 length = int.from_bytes(length_field, "little")
                 if len(length_field) < 8 or not 2 <= length <= min(self.size - 8, MAX_HEADER_BYTES):
@@ -127,9 +142,18 @@ class WeightFile:
                 self._fill(file.fileno(), offset, memory[filled : filled + length])
                 filled += length
 
+    @property
+    def _data(self) -> Path:
+        """The path to read from."""
+        return self.path
+
+    def _full_size(self, found: int) -> int:
+        """The size of the file with all tensors, of which ``found`` bytes are there."""
+        return found
+
     def _open(self) -> Any:
         try:
-            return self.path.open("rb", buffering=0)
+            return self._data.open("rb", buffering=0)
         except OSError as error:
             raise self.unusable(f"cannot be read: {error.strerror}") from None
 
@@ -215,23 +239,8 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        paths = sorted(directory.glob("model*.safetensors"))
         index = self._read_index()
-        names = {path.name for path in paths}
-        missing = sorted((set(index.values()) or all_of_names(names)) - names)
-        if missing:
-            raise InvalidArgument(
-                f"{directory / missing[0]} is missing, "
-                + (f"which {INDEX} names" if index else "as the names of other files say")
-                + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
-                + f"; type: {pull_command(directory)}"
-            )
-        if not paths:
-            raise InvalidArgument(
-                f"there is no model*.safetensors in {directory}; give the directory of a model, or type: "
-                f"{pull_command(directory)}"
-            )
-        self.files = [WeightFile(path) for path in (*paths, *directory.glob(MTP_FILE))]
+        self.files = self._open_files(index)
         self.tensors: dict[str, StoredTensor] = {}
         for file in self.files:
             for name, tensor in file.tensors.items():
@@ -246,6 +255,26 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """The number of bytes of the tensors that have been read so far."""
         return sum(file.bytes_read for file in self.files)
+
+    def _open_files(self, index: Mapping[str, str]) -> list[WeightFile]:
+        """Reads the headers of all files. ``index``: the file of each tensor; empty without an index."""
+        directory = self.directory
+        paths = sorted(directory.glob("model*.safetensors"))
+        names = {path.name for path in paths}
+        missing = sorted((set(index.values()) or all_of_names(names)) - names)
+        if missing:
+            raise InvalidArgument(
+                f"{directory / missing[0]} is missing, "
+                + (f"which {INDEX} names" if index else "as the names of other files say")
+                + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
+                + f"; type: {pull_command(directory)}"
+            )
+        if not paths:
+            raise InvalidArgument(
+                f"there is no model*.safetensors in {directory}; give the directory of a model, or type: "
+                f"{pull_command(directory)}"
+            )
+        return [WeightFile(path) for path in (*paths, *directory.glob(MTP_FILE))]
 
     def _read_index(self) -> dict[str, str]:
         path = self.directory / INDEX

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from typing import Any
 
 import click
 from rich.console import Console
@@ -53,8 +54,7 @@ def models(selection: HostSelection, as_json: bool, directories: tuple[str, ...]
             table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
         for row in sorted(rows, key=lambda row: row["model"]):
             cells = row | {"size": tables.size(row["bytes"])}
-            state = Text("complete", "green") if not row["missing"] else Text(f"incomplete: {row['missing']}", "red")
-            table.add_row(*(state if name == "state" else Text(cells[name]) for name in columns))
+            table.add_row(*(_state(row) if name == "state" else Text(cells[name]) for name in columns))
         Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
     else:
         click.echo(
@@ -63,3 +63,9 @@ def models(selection: HostSelection, as_json: bool, directories: tuple[str, ...]
     for problem in problems:
         click.echo(problem, err=True)
     sys.exit(1 if problems else 0)
+
+
+def _state(row: dict[str, Any]) -> Text:
+    if row["shards"]:
+        return Text(f"shards of {row['shards']}", "yellow")
+    return Text(f"incomplete: {row['missing']}", "red") if row["missing"] else Text("complete", "green")

@@ -35,6 +35,7 @@ __all__ = [
     "layout_options",
     "max_context_option",
     "model_options",
+    "placement_options",
     "serve",
     "start_ranks",
     "template_option",
@@ -89,7 +90,7 @@ template_option = click.option(
     metavar="JSON",
     help="Such as '{\"enable_thinking\": false}'.",
 )
-_LAYOUT = (
+_PLACEMENT = (
     click.option("--tp", type=COUNT, help="Ranks that share every layer.  [default: chosen]"),
     click.option("--ep", type=COUNT, help="Ranks (times --tp) that share the experts.  [default: chosen]"),
     click.option(
@@ -101,7 +102,9 @@ _LAYOUT = (
         help="Shares of the --tp ranks, or of stages: 2,1; with measured hosts also memory (the default) or compute.",
     ),
     click.option("--plan", type=USER_PATH, metavar="FILE", help="Of `mlxdist shard --json`; only rank 0 needs it."),
-    click.option("--stream-weights", is_flag=True, help="Only rank 0 has MODEL, and sends the others what they hold."),
+)
+_STREAM = click.option(
+    "--stream-weights", is_flag=True, help="Only rank 0 has MODEL, and sends the others what they hold."
 )
 
 
@@ -115,11 +118,16 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     return click.argument("model")(command)
 
 
-def layout_options(command: Callable[..., None]) -> Callable[..., None]:
+def placement_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options that say which rank holds which shard of MODEL."""
-    for option in reversed(_LAYOUT):
+    for option in reversed(_PLACEMENT):
         command = option(command)
     return command
+
+
+def layout_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of `placement_options`, and where the shards come from."""
+    return placement_options(_STREAM(command))
 
 
 def layout_of(given: dict[str, Any]) -> Layout:

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import open_checkpoint
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.base.tables import size
 from mlxdist.nn.layout.measured_shares import RankShares, resolve, resolve_stages
 from mlxdist.nn.models.load import LoadReport
@@ -113,7 +113,7 @@ def place(directory: Path, group: Group, layout: Layout, demands: Demands = Dema
     measured = MeasuredRanks.of(group, demands.neighbors)
     with agreed("serve", group):
         if group.rank() == 0:
-            model, _, _ = open_model(Checkpoint(directory))
+            model, _, _ = open_model(open_checkpoint(directory))
             document = choose(model, group.size(), layout, demands, measured).to_json()
     shards, stages, reason = parse_json(broadcast_blob(document.encode(), group))
     return ModelPlacement(Plan.from_json(shards), StagePlan.from_json(stages) if stages else None, reason)

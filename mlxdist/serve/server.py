@@ -24,9 +24,9 @@ from mlx_lm.utils import load_config
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import open_checkpoint
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
-from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.nn.models.load.adapters import CONFIG, WEIGHTS
 from mlxdist.nn.models.load.blobs import broadcast_blob
 from mlxdist.nn.models.load.weight_checks import fingerprint
@@ -309,7 +309,7 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
     if group.rank() == 0:
         adapters = [Path(path) for path in (*(path for _, path in options.adapters), options.adapter_path) if path]
         found = {
-            "model": fingerprint(Checkpoint(directory)),
+            "model": fingerprint(open_checkpoint(directory)),
             "draft model": "" if options.draft_model is None else _draft_model(options),
             "--mtp": str(options.mtp),
             "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
@@ -330,7 +330,7 @@ def _digest(content: bytes) -> str:
 def _draft_model(options: ServeOptions) -> str:
     assert options.draft_model is not None
     sharded = "sharded " if options.shard_draft_model else ""
-    return sharded + fingerprint(Checkpoint(model_directory(options.draft_model)))
+    return sharded + fingerprint(open_checkpoint(model_directory(options.draft_model)))
 
 
 def _digest_of_adapters(directories: Sequence[Path]) -> str:

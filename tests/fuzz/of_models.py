@@ -1,4 +1,5 @@
-"""Fuzz targets: files of a model: weights as safetensors, plans of how a model is sharded, lists of its files."""
+"""Fuzz targets: files of a model: weights as safetensors, plans of how a model is sharded, lists of its files, records
+of the shards on a host."""
 
 import contextlib
 import math
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import HostShards
 from mlxdist.base.safetensors_reader import WeightFile
 from mlxdist.nn.models.plan import Plan
 from mlxdist.tools.models.places import Manifest
@@ -50,4 +52,23 @@ def manifest(data: bytes) -> None:
             assert Path(os.path.normpath(root / "blobs" / file.blob)).is_relative_to(root / "blobs")
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"safetensors": safetensors, "plan": plan, "manifest": manifest}
+def host_shards(data: bytes) -> None:
+    """Files of a record that is accepted lie inside of the directory of the model; slices are not empty or twice."""
+    root = Path(_directory.name, "root")
+    with contextlib.suppress(ValueError):
+        found = HostShards.from_json(data)
+        assert HostShards.from_json(found.to_json()) == found
+        assert str(found).isprintable()
+        for file in found.files:
+            assert root in Path(os.path.normpath(found.path(root, file))).parents
+            for _, pieces in file.parts.values():
+                rows = [end for piece in pieces for end in piece]
+                assert rows == sorted(set(rows))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "safetensors": safetensors,
+    "plan": plan,
+    "manifest": manifest,
+    "host_shards": host_shards,
+}

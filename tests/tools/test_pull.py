@@ -143,7 +143,7 @@ def test_from_the_hub_to_this_machine(hub, model, monkeypatch):
     done = run("pull", "org/tiny", "--json")
     found = json.loads(done.stdout)
     size = sum(file.stat().st_size for file in model.iterdir())
-    assert found == {"model": "org/tiny", "files": 3, "size": size, "received": {"localhost": 0}}
+    assert found == {"model": "org/tiny", "files": 3, "size": size, "received": {"localhost": 0}, "shards": {}}
     assert mlx_lm_load_model(model_directory("org/tiny"))[1]["model_type"] == "llama"
     assert hub.sent == {file.name: file.stat().st_size for file in model.iterdir()}
     run("pull", "org/tiny")
@@ -289,6 +289,24 @@ def test_from_the_hub_to_three_hosts(nodes, on, model):
     assert [(row["host"], row["model"], row["missing"]) for row in listed] == [
         (name, "org/tiny", "") for name in nodes.names
     ]
+
+
+@pytest.mark.long
+def test_only_shards_to_other_hosts(nodes, on, model):
+    """The second host gets its stage alone, and a later pull completes it."""
+    shutil.rmtree(nodes.directory / "node1" / "hub", ignore_errors=True)
+    two = ("--exclude", "node2")
+    found = json.loads(on("pull", "org/tiny", *two, "--only-shards", "--pipeline", "--json").stdout)
+    size = sum(file.stat().st_size for file in model.iterdir())
+    assert found["shards"] == {"node1": "rank 1 of 2, pp=2"}
+    assert found["received"]["node0"] == 0 < found["received"]["node1"] < 0.95 * size
+    rows = {row["host"]: row for row in json.loads(on("models", *two, "--json").stdout)}
+    assert rows["node0"]["shards"] == rows["node0"]["missing"] == ""
+    assert rows["node1"]["shards"] == "rank 1 of 2, pp=2" and "mlxdist pull org/tiny" in rows["node1"]["missing"]
+    assert rows["node1"]["bytes"] < 0.98 * size  # with the record
+    assert "shards of rank 1 of 2, pp=2" in on("models", *two).stdout
+    assert on("pull", "org/tiny", *two).stdout.splitlines()[1].startswith("node1  complete, ")
+    assert not any(row["shards"] for row in json.loads(on("models", *two, "--json").stdout))
 
 
 @pytest.mark.long

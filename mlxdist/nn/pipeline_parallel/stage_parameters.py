@@ -5,26 +5,15 @@ from mlxdist.runtime.group.group import Group
 from .layers import Layers
 from .stage_plan import StagePlan, stages_of
 
-__all__ = ["StageParameters"]
+__all__ = ["ParameterHolders", "StageParameters"]
 
 
-class StageParameters:
-    """The parameters of a model in stages, by their paths in the full model. Collective: it makes groups.
+class ParameterHolders:
+    """The stages of a plan that hold each parameter of a model."""
 
-    Attributes:
-        shared_groups: groups of stages that hold the same parameters: those with this stage, in one order everywhere.
-    """
-
-    def __init__(self, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
-        self._layers, self._ranges = layers, stage_plan.ranges
-        self._index, self._stages = group.rank(), group.size()
-        self._chunks = stage_plan.chunks_of(self._index)
+    def __init__(self, layers: Layers, stage_plan: StagePlan) -> None:
+        self._layers, self._ranges, self._stages = layers, stage_plan.ranges, stage_plan.stages
         self._numbers = {path: number for number, path in enumerate(layers.paths)}
-        holders = {tuple(stages_of(when, self._stages)) for when in layers.outside.values()}
-        shared = sorted(ranks for ranks in holders | {tuple(range(self._stages))} if len(ranks) > 1)
-        groups = {ranks: group.split(0 if self._index in ranks else -1) for ranks in shared}
-        self._shared = {ranks: own for ranks, own in groups.items() if own is not None}
-        self.shared_groups = list(self._shared.values())
 
     def holders(self, path: str) -> list[int]:
         """The stages that hold the parameter at ``path``."""
@@ -34,6 +23,30 @@ class StageParameters:
             if path.startswith(f"{module}."):
                 return stages_of(when, self._stages)
         return list(range(self._stages))
+
+    def _layer_of(self, path: str) -> int | None:
+        """The number of the layer that has the parameter at ``path``; None: it is in no layer."""
+        while path and path not in self._numbers:
+            path = path.rpartition(".")[0]
+        return self._numbers.get(path)
+
+
+class StageParameters(ParameterHolders):
+    """The parameters of a model in stages, by their paths in the full model. Collective: it makes groups.
+
+    Attributes:
+        shared_groups: groups of stages that hold the same parameters: those with this stage, in one order everywhere.
+    """
+
+    def __init__(self, layers: Layers, stage_plan: StagePlan, group: Group) -> None:
+        super().__init__(layers, stage_plan)
+        self._index = group.rank()
+        self._chunks = stage_plan.chunks_of(self._index)
+        holders = {tuple(stages_of(when, self._stages)) for when in layers.outside.values()}
+        shared = sorted(ranks for ranks in holders | {tuple(range(self._stages))} if len(ranks) > 1)
+        groups = {ranks: group.split(0 if self._index in ranks else -1) for ranks in shared}
+        self._shared = {ranks: own for ranks, own in groups.items() if own is not None}
+        self.shared_groups = list(self._shared.values())
 
     def group_of(self, path: str) -> Group | None:
         """The stages that hold the parameter at ``path``, if there are several."""
@@ -56,9 +69,3 @@ class StageParameters:
         """Whether the last virtual stage of the model may use the parameter at ``path``."""
         number, last = self._layer_of(path), range(*self._ranges[-1])
         return self._stages - 1 in self.holders(path) and (number is None or number in last)
-
-    def _layer_of(self, path: str) -> int | None:
-        """The number of the layer that has the parameter at ``path``; None: it is in no layer."""
-        while path and path not in self._numbers:
-            path = path.rpartition(".")[0]
-        return self._numbers.get(path)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import ShardCheckpoint, open_checkpoint
 from mlxdist.base.model_directory import hub_cache, hub_snapshot, is_hub_name
-from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.base.validation import list_of, number, object_of, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections, checked_call
@@ -19,7 +19,14 @@ __all__ = ["list_here", "list_on"]
 _PREFIX = "models--"  # of directories in the cache of the hub; there are datasets--, too
 _MAX_MODELS = 2000
 _SECONDS = 120.0  # for a host to look at all of its models
-_ROW = {"model": text(512), "type": text(100), "bytes": number(0, 2**60), "missing": text(1000), "path": text(4096)}
+_ROW = {
+    "model": text(512),
+    "type": text(100),
+    "bytes": number(0, 2**60),
+    "missing": text(1000),
+    "shards": text(300),
+    "path": text(4096),
+}
 _ROWS = list_of(object_of(_ROW), _MAX_MODELS)
 
 
@@ -31,7 +38,8 @@ def list_here(directories: Sequence[str]) -> list[dict[str, Any]]:
 
     Returns:
         For each model "model": its name or folder, "type": the model_type and the bits of quantized weights, "bytes":
-        those of all its files here, "missing": what keeps it from being loaded, empty for nothing, and "path".
+        those of all its files here, "missing": what keeps it from being loaded, empty for nothing, "shards": which
+        shards are here where not all of it is, and "path".
     """
     rows = [_row(name, kept, snapshot) for name, kept, snapshot in _in_the_cache()]
     for directory in directories:
@@ -61,16 +69,18 @@ def _in_the_cache() -> Iterator[tuple[str, Path, Path | None]]:
 
 def _row(name: str, directory: Path, snapshot: Path | None) -> dict[str, Any]:
     try:
+        missing, shards = _missing(snapshot)
         return {
             "model": name,
             "type": _type(snapshot),
             "bytes": _bytes(directory),
-            "missing": _missing(snapshot),
+            "missing": missing,
+            "shards": shards,
             "path": str(snapshot or directory),
         }
     except OSError as error:  # such as a directory of another user
         what = f"cannot be read: {error.strerror}"
-        return {"model": name, "type": "", "bytes": 0, "missing": what, "path": str(directory)}
+        return {"model": name, "type": "", "bytes": 0, "missing": what, "shards": "", "path": str(directory)}
 
 
 def _bytes(directory: Path) -> int:
@@ -94,13 +104,15 @@ def _type(snapshot: Path | None) -> str:
     return f"{found}, {bits}-bit" if type(bits) is int else found
 
 
-def _missing(snapshot: Path | None) -> str:
+def _missing(snapshot: Path | None) -> tuple[str, str]:
     if snapshot is None:
-        return "the download was interrupted"
+        return "the download was interrupted", ""
     if not (snapshot / "config.json").is_file():
-        return "there is no config.json"
+        return "there is no config.json", ""
     try:
-        Checkpoint(snapshot)  # which reads the headers of all weights
+        checkpoint = open_checkpoint(snapshot)  # which reads the headers of all weights
     except InvalidArgument as error:
-        return str(error)
-    return ""
+        return str(error), ""
+    if isinstance(checkpoint, ShardCheckpoint):
+        return str(checkpoint.refusal("other ranks read more")), str(checkpoint.shards)
+    return "", ""

@@ -99,6 +99,14 @@ class Folder:
         self.root = path
         self._source = path if source is None or not source.is_dir() else source
 
+    def source(self, manifest: Manifest) -> Path:
+        """The directory of the model, to read from."""
+        return self._source
+
+    def directory(self, manifest: Manifest) -> Path:
+        """The directory of the model, to write to."""
+        return self.root
+
     def manifest(self) -> Manifest | None:
         """The files that this host has of the model; None without its config.json."""
         if not (self._source / "config.json").is_file():
@@ -126,6 +134,14 @@ class HubCache:
         self._name = name
         self.root = hub_directory(name)
 
+    def source(self, manifest: Manifest) -> Path:
+        """The directory of the model, to read from."""
+        return self.directory(manifest)
+
+    def directory(self, manifest: Manifest) -> Path:
+        """The directory of the model, to write to."""
+        return self.root / "snapshots" / manifest.commit
+
     def manifest(self) -> Manifest | None:
         """The files that this host has of the commit that refs/main names; None without a config.json."""
         snapshot = hub_snapshot(self._name)
@@ -144,12 +160,12 @@ class HubCache:
 
     def writable(self, manifest: Manifest, file: ModelFile) -> Path:
         """The path to write a file to: the blob, if the name of that is known."""
-        return self.root / "blobs" / file.blob if file.blob else self._snapshot(manifest) / file.name
+        return self.root / "blobs" / file.blob if file.blob else self.directory(manifest) / file.name
 
     def finish(self, manifest: Manifest) -> None:
         """Gives the files their names, and then the commit the name "main", by which others find it."""
         for file in manifest.files:
-            path = self._snapshot(manifest) / file.name
+            path = self.directory(manifest) / file.name
             if file.blob and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)  # a link to a blob that was removed
@@ -158,9 +174,6 @@ class HubCache:
         if not main.is_file() or main.read_bytes().strip() != manifest.commit.encode():
             main.parent.mkdir(parents=True, exist_ok=True)
             replace_file(main, manifest.commit, 0o644)
-
-    def _snapshot(self, manifest: Manifest) -> Path:
-        return self.root / "snapshots" / manifest.commit
 
 
 Place = Folder | HubCache

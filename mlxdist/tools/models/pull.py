@@ -35,15 +35,19 @@ _KEPT = "; what has arrived is kept: type the same command again"
 
 @dataclass(frozen=True)
 class Pulled:
-    """``files``, ``size``: of the model, in bytes; ``received``: bytes that were sent to each host, by its name."""
+    """``files``, ``size``: of the model, in bytes; ``received``: bytes that were sent to each host, by its name;
+    ``shards``: of each host that has no more, which shards, in words."""
 
     model: str
     files: int
     size: int
     received: Mapping[str, int]
+    shards: Mapping[str, str]
 
 
-def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pulled:
+def pull(
+    selection: HostSelection, model: str, to: str, console: Console, layout: Mapping[str, Any] | None = None
+) -> Pulled:
     """Brings a model to the selected hosts.
 
     Args:
@@ -51,6 +55,8 @@ def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pul
         model: a path, or the name of a model on Hugging Face's hub.
         to: the folder to write to on the other hosts; empty: the same path, or the cache of the hub.
         console: where progress is shown.
+        layout: the fields of `mlxdist.serve.placement.Layout`: hosts that do not have the model get just the shards
+            that their ranks of the hostfile read by it. None: all of it.
 
     Raises:
         InvalidArgument: the arguments do not fit together.
@@ -65,7 +71,10 @@ def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pul
         raise InvalidArgument(f"{model} is a folder; give the hosts that are to have it, with --hostfile or --hosts")
     where = {name: os.path.abspath(os.path.expanduser(path)) for name, path in (("model", model), ("to", to)) if path}
     arguments = {"to": "", **where, "hub": hub} | ({"model": model} if hub else {})
+    if layout is not None and len(selection.hosts()) == 1:
+        raise InvalidArgument("--only-shards is for several hosts; one host reads all of a model")
     hostfile = selection.hostfile or Hostfile(tuple(selection.hosts()))
+    only = None if layout is None else {"hosts": [host.slots for host in hostfile.hosts], "layout": dict(layout)}
     names = [host.name for host in hostfile.hosts]
     with byte_progress(console) as progress:
         problem = ""
@@ -77,14 +86,14 @@ def pull(selection: HostSelection, model: str, to: str, console: Console) -> Pul
                     raise
                 problem = f"{names[0]}: {error}"  # another host may have it
         try:
-            found = _run(
-                replace(selection, hostfile=hostfile), arguments | {"step": "spread", "fetched": not problem}, progress
-            )
+            step = {"step": "spread", "fetched": not problem, "only_shards": only}
+            found = _run(replace(selection, hostfile=hostfile), arguments | step, progress)
         except ResourceError as error:
             raise ResourceError(f"{problem}; {error}" if problem else str(error)) from None
     if problem:
         console.print(f"{problem}; it came from another host", markup=False)
-    return Pulled(model, found["files"], found["size"], dict(zip(names, found["received"])))
+    shards = {name: shards for name, shards in zip(names, found["shards"]) if shards}
+    return Pulled(model, found["files"], found["size"], dict(zip(names, found["received"])), shards)
 
 
 def _run(selection: HostSelection, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The ranks of jobs that `mlxdist pull` runs on hosts: a download on one, then the spread to all.
 
-Its argument is JSON: {"step": "fetch" or "spread", "model", "to", "hub", "fetched"}. Each rank prints lines of JSON
-after `MARK`: progress, an error, and rank 0 the result.
+Its argument is JSON: {"step": "fetch" or "spread", "model", "to", "hub", "fetched", "only_shards"}. Each rank prints
+lines of JSON after `MARK`: progress, an error, and rank 0 the result.
 """
 
+import functools
 import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,17 +69,20 @@ def _fetch(model: str, **others: Any) -> None:
         sys.exit(1)
 
 
-def _spread(model: str, to: str, hub: bool, fetched: bool) -> None:
-    """``fetched``: whether the first host has all of it; else another one must."""
+def _spread(model: str, to: str, hub: bool, fetched: bool, only_shards: Mapping[str, Any] | None) -> None:
+    """``fetched``: whether the first host has all of it; else another one must. ``only_shards``: of a later job, the
+    number of ranks on each of the "hosts", and the "layout" of the model on them."""
     import mlxdist
 
+    from .only_shards import shards_of_hosts
     from .spread import spread
 
     group = mlxdist.init()
     rank = group.rank()
     try:
         on_progress = _Progress() if rank == 0 else lambda what, done, of: None
-        result = spread(group, place_of(model, to, hub), on_progress, offers=fetched or rank > 0)
+        plan_hosts = None if only_shards is None else functools.partial(shards_of_hosts, **only_shards)
+        result = spread(group, place_of(model, to, hub), on_progress, fetched or rank > 0, plan_hosts)
     except (Error, OSError) as error:
         _tell(error=str(error), kind=type(error).__name__, rank=rank)
         sys.exit(1)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, ResourceError, TransportError, name_ranks
+from mlxdist.base.host_shards import PackedShards
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
@@ -26,6 +27,7 @@ __all__ = [
     "CHUNK_BYTES",
     "MISSING",
     "Members",
+    "Readable",
     "beginnings",
     "equal_beginnings",
     "held_bytes",
@@ -40,6 +42,7 @@ CHUNK_BYTES = 8 * 2**20
 MISSING = -1  # in place of a number of bytes: there is no file, not even an empty one
 _BUFFERS = 3  # one is read, one is on its way, one may still be
 _DIGEST = 32
+Readable = Path | PackedShards
 
 
 def partial_path(path: Path) -> Path:
@@ -50,10 +53,14 @@ def partial_path(path: Path) -> Path:
 def held_bytes(path: Path, size: int) -> int:
     """How many bytes of a file of this size a host has, be they right or not: all, those of an interrupted transfer,
     or MISSING."""
-    if path.is_file() and path.stat().st_size == size:
+    if _has(path, size):
         return size
     # One byte less than all: then the end of the transfer, with its checks, is still to come.
     return min(partial_bytes(path), size - 1) if partial_path(path).is_file() else MISSING
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def partial_bytes(path: Path) -> int:
@@ -62,7 +69,7 @@ def partial_bytes(path: Path) -> int:
     return part.stat().st_size if part.is_file() else 0
 
 
-def beginnings(path: Path, lengths: Sequence[int]) -> dict[int, Any]:
+def beginnings(path: Readable, lengths: Sequence[int]) -> dict[int, Any]:
     """SHA-256 of the first bytes of a file, for each of these lengths; the file is read once.
 
     Raises:
@@ -83,7 +90,7 @@ def beginnings(path: Path, lengths: Sequence[int]) -> dict[int, Any]:
 
 
 def equal_beginnings(
-    path: Path, part: Path, held: Sequence[int], source: int, group: Group
+    path: Readable, part: Path, held: Sequence[int], source: int, group: Group
 ) -> tuple[list[int], dict[int, Any]]:
     """Compares what ranks have of a file with the source's. Every rank calls it.
 
@@ -103,7 +110,7 @@ def equal_beginnings(
     hashes: dict[int, Any] = {}
     with agreed("pull", group):
         if held[rank] > 0:
-            mine = path if path.is_file() and path.stat().st_size == held[rank] else part
+            mine = path if isinstance(path, PackedShards) or _has(path, held[rank]) else part
             hashes = beginnings(mine, [cut for cut in cuts if cut <= held[rank]])
     digests = np.zeros((len(cuts), _DIGEST), np.uint8)
     for row, cut in enumerate(cuts):
@@ -155,7 +162,9 @@ def write_lock(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def send(file: ModelFile, path: Path, start: int, so_far: Any, members: Members, advance: Callable[[int], Any]) -> None:
+def send(
+    file: ModelFile, path: Readable, start: int, so_far: Any, members: Members, advance: Callable[[int], Any]
+) -> None:
     """Sends a file from byte ``start`` on to the other members, which call :func:`receive`.
 
     Args:
@@ -240,7 +249,7 @@ def receive(
     part.replace(path)
 
 
-def _fill(opened: Any, path: Path, chunk: np.ndarray) -> None:
+def _fill(opened: Any, path: Readable, chunk: np.ndarray) -> None:
     memory = chunk.data
     while memory:
         count = opened.readinto(memory)

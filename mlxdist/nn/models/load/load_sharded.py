@@ -17,6 +17,7 @@ from rich.console import Console
 from mlxdist.base import logger
 from mlxdist.base.byte_progress import byte_progress
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import ShardCheckpoint, open_checkpoint
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.base.tables import size
@@ -33,6 +34,7 @@ from mlxdist.runtime.operations.arguments import group_of
 from ..plan import Plan, Shard, plan_shards
 from ..verify import require_agreement
 from .adapters import full_model, put_adapters, put_several, read_adapters, require_adapters_of
+from .parts_of_ranks import require_parts
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_shard
 from .weight_checks import checksum, require_same_files, require_same_tensors
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
@@ -80,7 +82,8 @@ def load_sharded(
 
     Args:
         path: a directory with config.json and model*.safetensors, or the name of a model that `mlxdist pull` has
-            fetched. It may be another one on every host.
+            fetched. It may be another one on every host. A host may have just the shards of its ranks, as `mlxdist pull
+            --only-shards` brings them.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` and ``pp`` leave.
@@ -102,7 +105,8 @@ def load_sharded(
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
-            adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
+            adapters are for another model, or the plan for another number of ranks; the ranks hold different weights; a
+            host has just the shards of another plan.
             The ranks compare config.json, headers and sizes of files, all bytes of adapters and, within a stage, of
             parameters that every rank holds in full, and 512 bytes of each that is sharded.
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
@@ -129,6 +133,8 @@ def load_sharded(
     adapters = [read_adapters(path, group, stream) for path in [*paths, *[None] * count][:count]]
     with (checkpoint_of_rank_0 if stream else _local_checkpoint)(directory, group) as checkpoint:
         with agreed("load_sharded", group):
+            if verify and group.rank() == 0 and isinstance(checkpoint, ShardCheckpoint):
+                raise checkpoint.refusal("verify=True reads the full model")
             model, sources, config = open_model(checkpoint, get_model_classes)
             plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
             plan.check(model)
@@ -144,6 +150,7 @@ def load_sharded(
             pipeline_parallel(model, group=_split(group, group.rank() % plan.ranks), stage_plan=stage_plan)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, row.rank())
+            require_parts(checkpoint, sources, plan, model, row.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
         if stream:
@@ -209,7 +216,7 @@ def _split(group: Group, color: int) -> Group:
 @contextmanager
 def _local_checkpoint(directory: Path, group: Group) -> Iterator[Checkpoint]:
     with agreed("load_sharded", group):
-        checkpoint = Checkpoint(directory)
+        checkpoint = open_checkpoint(directory)
     require_same_files(checkpoint, group)
     yield checkpoint
 

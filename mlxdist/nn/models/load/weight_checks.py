@@ -18,8 +18,6 @@ from .weight_sources import Source
 
 __all__ = ["checksum", "fingerprint", "require_same_files", "require_same_tensors"]
 
-SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard only
-
 
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
     """Compares config.json, and the size and header of each file of weights, by their BLAKE2b."""
@@ -57,14 +55,10 @@ def checksum(source: Source, full: memoryview | None) -> int:
     """CRC-32 (zlib's) of a tensor of which this rank has all bytes in ``full``; else of some that all ranks read."""
     if full is not None:
         return zlib.crc32(full)
-    if not isinstance(source, StoredTensor) or source.nbytes <= 2 * SAMPLES * SAMPLE_BYTES:
-        memory = memoryview(bytearray(source.nbytes))
-        source.read(0, [], 0, memory)
-        return zlib.crc32(memory)
-    # All ranks read these bytes, whichever shard is theirs.
-    step = (source.nbytes - SAMPLE_BYTES) // (SAMPLES - 1)
-    memory = memoryview(bytearray(SAMPLES * SAMPLE_BYTES))
-    source.file.read_runs([(source.offset + i * step, SAMPLE_BYTES) for i in range(SAMPLES)], memory)
+    if isinstance(source, StoredTensor):
+        return zlib.crc32(source.sample())
+    memory = memoryview(bytearray(source.nbytes))
+    source.read(0, [], 0, memory)
     return zlib.crc32(memory)
 
 

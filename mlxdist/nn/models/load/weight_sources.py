@@ -8,6 +8,7 @@ can be read from there, or the result of a computation, for which its tensors mu
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.host_shards import ShardCheckpoint
 from mlxdist.base.safetensors_reader import MTP_FILE, Checkpoint, StoredTensor, runs
 from mlxdist.nn.layout.modules import dtype_name, parameters
 
@@ -80,8 +82,11 @@ def open_model(
 
     Raises:
         InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many, of another
-            shape than config.json says, or integers where the model has floats.
+            shape than config.json says, or integers where the model has floats. Or this host has shards of the
+            weights, and mlx-lm computes a parameter from whole tensors, or other weights than its model's are read.
     """
+    if isinstance(checkpoint, ShardCheckpoint) and get_model_classes is not None:
+        raise checkpoint.refusal("other weights are read than those that mlx-lm's model has")
     # Before transformers is imported: it warns when there is no PyTorch, which mlx-lm does not need.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -96,8 +101,10 @@ def open_model(
         chosen = partial(without_mtp, config) if get_model_classes is None else partial(_with_mtp_file, checkpoint)
         return lambda arguments: _recording(model_class(arguments), stored, floats, chosen), arguments_class
 
+    opened = checkpoint.with_headers() if isinstance(checkpoint, ShardCheckpoint) else nullcontext(checkpoint.directory)
     try:
-        model, config = utils.load_model(checkpoint.directory, lazy=True, get_model_classes=classes)
+        with opened as directory:
+            model, config = utils.load_model(directory, lazy=True, get_model_classes=classes)
     except InvalidArgument as error:
         raise InvalidArgument(f"{checkpoint.directory} {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
@@ -112,6 +119,8 @@ def open_model(
                 f"{checkpoint.directory}: tensor {name!r:.200} has dtype {dtype_name(array)}, "
                 "but the model has floats there; the file is damaged, so copy or download it again"
             )
+        if isinstance(checkpoint, ShardCheckpoint) and id(array) not in stored:
+            raise checkpoint.refusal(f"mlx-lm computes {path} from whole tensors")
         sources[path] = checkpoint.tensors[stored[id(array)][0]] if id(array) in stored else ComputedTensor(array)
         placeholders.append((path, mx.broadcast_to(mx.zeros((), array.dtype), array.shape)))
     model.update(tree_unflatten(placeholders))
