@@ -239,7 +239,7 @@ class _Place:
 
     @property
     def slices(self) -> list[slice]:
-        """Those of the part; none for all of the tensor."""
+        """The slices of the part; none for all of the tensor."""
         return [slice(*piece) for piece in self.part[1]] if self.part else []
 
     @property

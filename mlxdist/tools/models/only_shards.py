@@ -82,7 +82,7 @@ def plan_shards_of_hosts(
     sources: Sequence[int],
     plan_hosts: Callable[[Path], Sequence[HostShards]],
 ) -> ShardsOfModel:
-    """Which shards each rank gets: none where it has all files with weights. Every rank calls it; the one that all
+    """Plans the shards of each rank: none where it has all files with weights. Every rank calls it; the one that all
     files come from plans.
 
     Raises:
