@@ -52,7 +52,7 @@ def run(*words, status=0):
 
 def test_the_cache_and_folders(kept, folder):
     size = sum(file.stat().st_size for file in folder.iterdir())
-    row = {"type": "llama, 4-bit", "bytes": size, "missing": ""}
+    row = {"type": "llama, 4-bit", "bytes": size, "missing": "", "shards": ""}
     of_hub = row | {"model": "org/tiny", "path": str(kept / "snapshots" / COMMIT)}
     of_folder = row | {"model": str(folder), "path": str(folder)}
     assert json.loads(run("--json").stdout) == [of_hub]
