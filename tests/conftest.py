@@ -94,7 +94,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What all processes inherit that the tests start: at_start/sitecustomize.py; and signals. In a shell's background
+    """Prepares what the processes of the tests inherit: at_start/sitecustomize.py, and signals. In a shell's background
     job Ctrl-C is ignored, under nohup SIGHUP, and the tests send both on purpose."""
     config.stash[BEGIN] = time.monotonic()
     config.pluginmanager.register(_FailuresAtOnce(config))

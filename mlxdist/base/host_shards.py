@@ -29,7 +29,7 @@ from .atomic_file import replace_file
 from .errors import InvalidArgument, name_ranks
 from .json_reader import parse_json
 from .model_directory import pull_command
-from .safetensors_reader import MTP_FILE, Checkpoint, StoredTensor, WeightFile, local_shape, runs
+from .safetensors_reader import MTP_FILE, Checkpoint, StoredTensor, WeightFile, local_shape, runs, write_header
 from .validation import build, checked, list_of, number, object_of, plain_text, read_bounded, row_of
 
 __all__ = [
@@ -178,17 +178,14 @@ class ShardCheckpoint(Checkpoint):
 
     @contextmanager
     def with_headers(self) -> Iterator[Path]:
-        """A directory for mlx-lm, which opens all files of weights and reads no data of them: behind their headers is
-        a hole that takes no room. Whatever computes from the data must be refused."""
+        """A directory with a hole behind each header. What computes from the data must be refused."""
         with TemporaryDirectory(prefix="mlxdist-") as name:
             temporary = Path(name)
             for path in self.directory.iterdir():
                 if not path.name.startswith(".") and path.suffix != ".safetensors":
                     (temporary / path.name).symlink_to(path.absolute())
             for file in self.files:
-                with (temporary / file.path.name).open("wb") as opened:
-                    opened.write(file.header)
-                    opened.truncate(file.size)
+                write_header(temporary / file.path.name, file.header, file.size)
             yield temporary
 
     def _open_files(self, index: Mapping[str, str]) -> list[WeightFile]:

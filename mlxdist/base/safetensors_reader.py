@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,16 @@ from .errors import InvalidArgument
 from .json_reader import parse_json
 from .model_directory import pull_command
 
-__all__ = ["MTP_FILE", "Checkpoint", "StoredTensor", "WeightFile", "all_of_names", "local_shape", "runs"]
+__all__ = [
+    "MTP_FILE",
+    "Checkpoint",
+    "StoredTensor",
+    "WeightFile",
+    "all_of_names",
+    "local_shape",
+    "runs",
+    "write_header",
+]
 
 # Bytes of an element. F64, F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
 ITEM_SIZES = {
@@ -219,6 +229,13 @@ class WeightFile:
             raise self.damaged(f"{self.size - end} bytes at its end belong to no tensor")
 
 
+def write_header(path: Path, header: bytes, size: int) -> None:
+    """Writes a file of ``size`` bytes that begins with ``header``; behind it is a hole that takes no room."""
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(size)
+
+
 def all_of_names(names: Iterable[str]) -> set[str]:
     """The files with weights that the names of some say there are: of model-00001-of-00002.safetensors, two."""
     parts = {match.groups() for match in map(_OF_SEVERAL.fullmatch, names) if match}
@@ -250,6 +267,11 @@ class Checkpoint:
         for name, file_name in index.items():
             if name not in self.tensors or self.tensors[name].file.path.name != file_name:
                 raise InvalidArgument(f"tensor {name!r} is not in {directory / file_name}, where {INDEX} has it")
+
+    @contextmanager
+    def with_headers(self) -> Iterator[Path]:
+        """A directory for mlx-lm, which opens all files of weights and reads no data of them."""
+        yield self.directory
 
     @property
     def bytes_read(self) -> int:

@@ -20,7 +20,7 @@ from mlxdist.nn.expert_parallel.links import RankLinks
 from mlxdist.nn.models.plan import Plan
 from mlxdist.nn.pipeline_parallel import StagePlan
 from mlxdist.nn.pipeline_parallel.layers import find_layers
-from mlxdist.nn.pipeline_parallel.stage_plan import stages_of
+from mlxdist.nn.pipeline_parallel.stage_parameters import ParameterHolders
 from mlxdist.nn.rank_checks import agree
 from mlxdist.runtime.group.group import Group, engine_of
 
@@ -91,7 +91,6 @@ class DecodeCost:
     def __init__(self, model: nn.Module, measured: MeasuredRanks, requests: int = 1, chunk: int = 0) -> None:
         self._measured = measured
         self._layers = find_layers(model)
-        self._numbers = {path: number for number, path in enumerate(self._layers.paths)}
         caches = make_prompt_cache(model)
         self._logits = model(mx.array([[0]]), cache=caches)[0, -1].nbytes
         self._caches: list[tuple[int, float]] = []  # KV heads, and bytes
@@ -125,28 +124,18 @@ class DecodeCost:
     def _bytes(self, plan: Plan, stage_plan: StagePlan | None) -> tuple[list[int], list[int]]:
         """The bytes of parameters that each rank holds, and that it reads for a token: of an embedding that is one
         row."""
+        holders = None if stage_plan is None else ParameterHolders(self._layers, stage_plan)
         stages = 1 if stage_plan is None else stage_plan.stages
-        stage_of_layer = {number: stage for stage in range(stages) for number in self._layers_of(stage_plan, stage)}
         held, read = [0] * (stages * plan.ranks), [0] * (stages * plan.ranks)
         for path, shard in plan.shards.items():
-            number = self._layer_of(path)
-            when = self._layers.outside.get(path.rpartition(".")[0], frozenset(("between",)))
-            holders = stages_of(when, stages) if number is None else [stage_of_layer[number]]
-            for stage in holders:
-                is_read = number is not None or stage == stages - 1 and when != {"before"}
+            in_layer, is_embedding = self._layers.layer_of(path) is not None, self._layers.when(path) == {"before"}
+            for stage in [0] if holders is None else holders.holders(path):
+                is_read = in_layer or stage == stages - 1 and not is_embedding
                 for column in range(plan.ranks):
                     size = shard.bytes(column)
                     held[stage * plan.ranks + column] += size
                     read[stage * plan.ranks + column] += size * is_read
         return held, read
-
-    def _layer_of(self, path: str) -> int | None:
-        """The number of the layer that has the parameter at ``path``; None where it is in no layer."""
-        while path:
-            if path in self._numbers:
-                return self._numbers[path]
-            path = path.rpartition(".")[0]
-        return None
 
     def _parts(self, plan: Plan) -> list[int]:
         """The number of parts of each layer that ranks share: its modules of which no rank has all parameters."""
@@ -154,7 +143,7 @@ class DecodeCost:
         for shard in plan.sharded:
             # In a plan for experts alone, attention is on each rank.
             is_shared = all(shard.bytes(rank) < shard.full_bytes for rank in range(plan.ranks))
-            if is_shared and (number := self._layer_of(shard.path)) is not None:
+            if is_shared and (number := self._layers.layer_of(shard.path)) is not None:
                 rest = shard.path[len(self._layers.paths[number]) + 1 :]
                 parts[number].add(rest.partition(".")[0])
         return [len(names) for names in parts]

@@ -1,4 +1,4 @@
-"""One rank of test_pull_shards.py. Arguments: a scenario, and a directory, in which each rank has a host's own."""
+"""Scenarios of test_pull_shards.py. Arguments: a scenario, and a directory, in which each rank has a host's own."""
 
 import json
 import os
@@ -217,7 +217,7 @@ def refused(directory: str) -> None:
         refusal("is missing", load_sharded, folder, group=alone, stream=True)
         refusal("has just the shards", load_sharded, folder, group=alone, verify=True)
         refusal("has just the shards", load_sharded, folder, group=alone, get_model_classes=_get_classes)
-        # A slice that is not here is no zeros, whoever reads it.
+        # To read a slice that is not on this host is an error, never zeros.
         tensor = next(
             tensor for name, tensor in open_checkpoint(folder).tensors.items() if name.endswith("0.mlp.up_proj.weight")
         )
@@ -277,7 +277,7 @@ def goes_on_with_other_plan(directory: str) -> Spread:
 
 
 def resumed(directory: str) -> None:
-    """What an interrupted pull has left is kept where it is right."""
+    """A pull keeps what an interrupted one has left, where it is right."""
     folder = start(directory)
     bring(folder, **by(tp=size))
     received = 0

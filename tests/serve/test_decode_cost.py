@@ -85,7 +85,7 @@ def test_reading_takes_the_slowest_rank_of_each_stage(qwen3):
 
 
 def test_bytes_that_a_rank_holds(qwen3):
-    """Of plans of one kind, as these have them; and in a grid all of the weights, but for what several hold."""
+    """The prediction has the bytes that plans of shards, and plans of stages, have for the fullest rank."""
     cost = DecodeCost(qwen3, EQUAL)
     tp, stages, full = plan_shards(qwen3, 4), plan_stages(qwen3, 4), plan_shards(qwen3)
     assert cost.of(tp, None).most == max(map(tp.bytes, range(4))) / tp.full_bytes

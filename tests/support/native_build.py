@@ -137,7 +137,7 @@ def compile_source(source: Path, compiler: tuple[str, ...], flags: tuple[str, ..
 
 @functools.cache
 def _object_directory() -> Path:
-    """Of the headers as they are now; objects of others are removed."""
+    """The directory for objects of the headers as they are now. Removes those of other headers."""
     headers = hashlib.sha256()
     for header in sorted(NATIVE.rglob("*.h")):
         headers.update(f"{header} ".encode() + header.read_bytes())

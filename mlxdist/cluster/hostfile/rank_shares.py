@@ -59,10 +59,9 @@ def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured]
             f"{hostfile.source}: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} is not measured; run "
             f"`mlxdist calibrate --hostfile {hostfile.source}`"
         )
-    name, _ = MEASUREMENTS[by]
-    each = [getattr(measured[host.name], name) / _ranks_on(host, hostfile) for host in hostfile.hosts]
+    each = _of_each_rank(hostfile, measured, MEASUREMENTS[by][0])
     # Rounded like the variable, from which ranks read what commands compute here: both must make the same plan.
-    return [round(speed / min(each), 4) for host, speed in zip(hostfile.hosts, each) for _ in range(host.slots)]
+    return [round(speed / min(each), 4) for speed in each]
 
 
 def rank_share_variables(hostfile: Hostfile) -> dict[str, str]:
@@ -71,12 +70,14 @@ def rank_share_variables(hostfile: Hostfile) -> dict[str, str]:
     if any(host.name not in measured for host in hostfile.hosts):
         return {}
     found = {name: speeds(hostfile, by, measured) for by, (_, name) in MEASUREMENTS.items()}
-    found["MLXDIST_MEMORY_GBPS"] = [
-        gbps
-        for host in hostfile.hosts
-        for gbps in [measured[host.name].memory_gbps / _ranks_on(host, hostfile)] * host.slots
-    ]
+    found["MLXDIST_MEMORY_GBPS"] = _of_each_rank(hostfile, measured, "memory_gbps")
     return {name: ",".join(f"{speed:.4f}" for speed in each) for name, each in found.items()}
+
+
+def _of_each_rank(hostfile: Hostfile, measured: dict[str, Measured], name: str) -> list[float]:
+    """The measurement of its host over the number of ranks there, for each rank."""
+    each = [getattr(measured[host.name], name) / _ranks_on(host, hostfile) for host in hostfile.hosts]
+    return [speed for host, speed in zip(hostfile.hosts, each) for _ in range(host.slots)]
 
 
 def _ranks_on(host: Host, hostfile: Hostfile) -> int:

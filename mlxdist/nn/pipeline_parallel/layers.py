@@ -5,8 +5,9 @@ known by identity: each is the very array that an earlier layer has returned, or
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -90,6 +91,25 @@ class Layers:
     results: tuple[Any, ...]
     caches: tuple[str | None, ...]
     outside: dict[str, frozenset[str]]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {path: number for number, path in enumerate(self.paths)}
+
+    def layer_of(self, path: str) -> int | None:
+        """The number of the layer that has the parameter at ``path``; None: it is in no layer."""
+        return self._numbers.get(_module_of(path, self._numbers))
+
+    def when(self, path: str) -> frozenset[str]:
+        """When a parameter that is in no layer is used, as in ``outside``; at any time where that is not known."""
+        return self.outside.get(_module_of(path, self.outside), frozenset(("between",)))
+
+
+def _module_of(path: str, modules: Collection[str]) -> str:
+    """The one of ``modules`` that has the parameter at ``path``, itself or in a module inside; "" for none."""
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return path
 
 
 @dataclass

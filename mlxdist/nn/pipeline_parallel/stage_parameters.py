@@ -13,22 +13,12 @@ class ParameterHolders:
 
     def __init__(self, layers: Layers, stage_plan: StagePlan) -> None:
         self._layers, self._ranges, self._stages = layers, stage_plan.ranges, stage_plan.stages
-        self._numbers = {path: number for number, path in enumerate(layers.paths)}
 
     def holders(self, path: str) -> list[int]:
         """The stages that hold the parameter at ``path``."""
-        if (number := self._layer_of(path)) is not None:
+        if (number := self._layers.layer_of(path)) is not None:
             return [part % self._stages for part, pair in enumerate(self._ranges) if number in range(*pair)]
-        for module, when in self._layers.outside.items():
-            if path.startswith(f"{module}."):
-                return stages_of(when, self._stages)
-        return list(range(self._stages))
-
-    def _layer_of(self, path: str) -> int | None:
-        """The number of the layer that has the parameter at ``path``; None: it is in no layer."""
-        while path and path not in self._numbers:
-            path = path.rpartition(".")[0]
-        return self._numbers.get(path)
+        return stages_of(self._layers.when(path), self._stages)
 
 
 class StageParameters(ParameterHolders):
@@ -57,15 +47,15 @@ class StageParameters(ParameterHolders):
         exactly one of all stages counts it."""
         if self.holders(path)[0] != self._index or chunk is None:
             return self.holders(path)[0] == self._index
-        number = self._layer_of(path)
+        number = self._layers.layer_of(path)
         return chunk == 0 if number is None else number in self._chunks[chunk]
 
     def is_in_chunk(self, path: str, chunk: int) -> bool:
         """Whether a virtual stage of this rank may use the parameter at ``path``: one of its layers, or of no layer."""
-        number = self._layer_of(path)
+        number = self._layers.layer_of(path)
         return number is None or number in self._chunks[chunk]
 
     def is_in_last_chunk(self, path: str) -> bool:
         """Whether the last virtual stage of the model may use the parameter at ``path``."""
-        number, last = self._layer_of(path), range(*self._ranges[-1])
+        number, last = self._layers.layer_of(path), range(*self._ranges[-1])
         return self._stages - 1 in self.holders(path) and (number is None or number in last)

@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, TransportError, name_ranks
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.safetensors_reader import Checkpoint, local_shape
+from mlxdist.base.safetensors_reader import Checkpoint, local_shape, write_header
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
@@ -179,7 +179,5 @@ def _small_files(checkpoint: Checkpoint) -> tuple[list[tuple[str, int, int]], by
 
 def _write(directory: Path, files: Sequence[tuple[str, int, int]], content: bytes) -> None:
     for name, length, size in files:
-        with (directory / Path(name).name).open("wb") as file:
-            file.write(content[:length])
-            file.truncate(size)
+        write_header(directory / Path(name).name, content[:length], size)
         content = content[length:]

@@ -8,7 +8,6 @@ can be read from there, or the result of a computation, for which its tensors mu
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -101,9 +100,8 @@ def open_model(
         chosen = partial(without_mtp, config) if get_model_classes is None else partial(_with_mtp_file, checkpoint)
         return lambda arguments: _recording(model_class(arguments), stored, floats, chosen), arguments_class
 
-    opened = checkpoint.with_headers() if isinstance(checkpoint, ShardCheckpoint) else nullcontext(checkpoint.directory)
     try:
-        with opened as directory:
+        with checkpoint.with_headers() as directory:
             model, config = utils.load_model(directory, lazy=True, get_model_classes=classes)
     except InvalidArgument as error:
         raise InvalidArgument(f"{checkpoint.directory} {error}") from error
