@@ -56,7 +56,7 @@ class ModelPlacement:
     Attributes:
         plan: which rank of a stage holds which shard of its layers.
         stage_plan: which stage has which layers; None for a single stage.
-        reason: why rank 0 did not choose an earlier candidate; empty if there was none.
+        reason: why rank 0 chose it, by predicted times, or why not an earlier candidate; empty if there was none.
     """
 
     plan: Plan

@@ -308,23 +308,19 @@ def _identity(options: ServeOptions, directory: Path, placement: ModelPlacement,
     found: dict[str, str] = {}
     if group.rank() == 0:
         adapters = [Path(path) for path in (*(path for _, path in options.adapters), options.adapter_path) if path]
+        plans = replace(placement, reason="").to_json()  # figures in a reason change with each measurement
         found = {
             "model": fingerprint(open_checkpoint(directory)),
             "draft model": "" if options.draft_model is None else _draft_model(options),
             "--mtp": str(options.mtp),
             "adapters": ("named " if options.adapters else "") + _digest_of_adapters(adapters),
-            # Without the reason, whose figures change with each measurement.
-            "plan of shards": _digest(replace(placement, reason="").to_json().encode()),
+            "plan of shards": hashlib.blake2b(plans.encode(), digest_size=16).hexdigest(),
             "--kv-bits or --kv-group-size": str((options.kv_bits, options.kv_group_size)),
             "version of mlx-lm": version("mlx-lm"),
             "version of mlxdist": __version__,
         }
     parsed: dict[str, str] = parse_json(broadcast_blob(json.dumps(found).encode(), group))
     return parsed
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _draft_model(options: ServeOptions) -> str:
