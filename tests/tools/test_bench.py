@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 def bench(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mlxdist", "bench", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
 
