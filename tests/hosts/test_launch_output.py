@@ -249,11 +249,12 @@ def clock_ticks_in(pid, seconds):
 
 
 @pytest.mark.long
-def test_a_job_on_hosts_whose_output_has_no_reader_ends_at_once():
+def test_a_job_on_hosts_whose_output_has_no_reader_ends_at_once(tmp_path):
     """Behind all that its ranks have printed comes how they have ended."""
-    program = "print('x' * 40_000_000, flush=True); stay()"
+    program = f"open({str(tmp_path / 'begun')!r}, 'w').close(); print('x' * 40_000_000, flush=True); stay()"
     with running(1, program, options=["--hosts", "localhost", "--grace-period", "30"], lines=0) as job:
-        late(2)
+        assert wait_for((tmp_path / "begun").exists, 60)
+        late(1)
         job.send_signal(signal.SIGINT)
         assert wait_for(lambda: list_jobs() == [], 10)
         out, err = job.communicate(timeout=20)
