@@ -14,8 +14,10 @@ from mlxdist.base.user_path import UserPath
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.runtime.diagnostics.flight_records import read_directory
+from mlxdist.runtime.observation.stack_groups import group_stacks, odd_ones
 from mlxdist.runtime.observation.stragglers import analyze
 from mlxdist.tools.observe.collect import Collected, find_ranks
+from mlxdist.tools.observe.stack_text import stack_text
 from mlxdist.tools.observe.top_table import rank_table
 from mlxdist.tools.observe.trace import trace
 
@@ -41,6 +43,7 @@ __all__ = ["dump"]
     metavar="SECONDS",
     help="Time for the ranks of a job to respond.",
 )
+@click.option("--stacks/--no-stacks", default=True, help="The Python stacks of all threads, equal ones of ranks once.")
 @click.option("--json", "as_json", is_flag=True, help="Print the analysis as JSON.")
 @click.option(
     "--trace",
@@ -53,6 +56,7 @@ def dump(
     selection: HostSelection,
     directory: Path | None,
     seconds: float,
+    stacks: bool,
     as_json: bool,
     trace_file: Path | None,
 ) -> None:
@@ -64,9 +68,10 @@ def dump(
         mlxdist dump --hosts node0,node1  the only job that runs on these hosts
         mlxdist dump --files DIR          the files that a job has left: flight-<rank>.json
 
-    Every rank writes the record of its last 1000 operations, also while it is in one; the job continues. A job on
-    several hosts is read on all hosts that it was started on, or on those of --hosts or --hostfile. The exit status is
-    1 if the full record of a rank is missing, or the trace could not be written.
+    Every rank writes the record of its last 1000 operations and the Python stacks of its threads, also while it is in
+    an operation; the job continues. A rank in a call that holds the GIL shows its stacks alone. A job on several hosts
+    is read on all hosts that it was started on, or on those of --hosts or --hostfile. The exit status is 1 if the full
+    record of a rank is missing, or the trace could not be written.
     """
     if directory is not None and (job is not None or selection.hostfile is not None):
         raise click.UsageError("Name a job or a directory of files, not both.")
@@ -74,19 +79,24 @@ def dump(
         found = _collect(job, selection, seconds)
     else:
         records, problems = read_directory(directory)
-        found = Collected(records, notes=problems)
+        found = Collected(records, stacks={rank: record.stacks for rank, record in records.items()}, notes=problems)
     analysis = analyze(found.records, found.members)
+    groups = group_stacks(found.stacks) if stacks else []
+    findings = [*analysis.findings, *odd_ones(groups)]
     text = json.dumps(trace(found.records)) if trace_file is not None else ""
     written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
     if as_json:
         states = [asdict(state) for state in analysis.states]
-        result = {"ranks": states, "findings": analysis.findings, "notes": found.notes}
+        result = {"ranks": states, "findings": findings, "notes": found.notes}
+        result |= {"stacks": [asdict(group) for group in groups]} if stacks else {}
         click.echo(json.dumps(result, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         console.print(rank_table(analysis.states, ["array"]))
-        for line in (*analysis.findings, *found.notes):
+        for line in (*findings, *found.notes):
             console.print(line, markup=False, soft_wrap=True)
+        if groups:
+            console.print(stack_text(groups), soft_wrap=True)
     sys.exit(1 if found.short or len(found.records) < len(analysis.states) or not written else 0)
 
 

@@ -20,6 +20,8 @@ from mlxdist.runtime.diagnostics.flight_records import (
     read_flight_record,
     record_file_name,
 )
+from mlxdist.runtime.diagnostics.stacks import read_stack_file
+from mlxdist.runtime.observation.stack_groups import StackGroup, group_stacks, odd_ones
 from mlxdist.runtime.observation.stragglers import analyze
 from mlxdist.tools.observe.trace import trace
 
@@ -60,7 +62,7 @@ def ended(name="all_sum", sequence=411, call_site="train.py:80", **fields):
 
 def record(rank, *operations, size=4, **fields):
     return {
-        "schema": 2,
+        "schema": 3,
         "job": "job",
         "rank": rank,
         "size": size,
@@ -79,6 +81,7 @@ def record(rank, *operations, size=4, **fields):
         "bytes_received": 0,
         "groups": {"0": list(range(size))},
         "threads": {},
+        "stacks": {},
         "operations": list(operations),
     } | fields
 
@@ -228,6 +231,83 @@ def test_trace_has_what_a_stage_has_computed(tmp_path):
     assert {"name": "computes, bubble 25%"} in [e["args"] for e in events if e["name"] == "thread_name"]
 
 
+# Stacks.
+
+STEP = ("train.py:88 step", "train.py:120 <module>")
+LOAD = ("train.py:33 load", "train.py:119 <module>")
+
+
+def test_equal_stacks_are_shown_once_and_the_odd_one_is_named():
+    loader = ("threading.py:10 wait", "data.py:9 fill")
+    threads = {"MainThread": STEP, "loader": loader}
+    groups = group_stacks({0: threads, 1: {"MainThread": LOAD}, 2: threads, 3: threads})
+    assert groups == [
+        StackGroup((0, 2, 3), "MainThread", STEP),
+        StackGroup((1,), "MainThread", LOAD),
+        StackGroup((0, 2, 3), "loader", loader),
+    ]
+    assert odd_ones(groups) == ["Rank 1 is not where the others are, but at train.py:119 <module>."]
+
+
+@pytest.mark.parametrize("stacks", [[STEP, LOAD], [STEP, STEP], [STEP, STEP, LOAD, LOAD], [STEP], []])
+def test_without_a_majority_no_rank_is_odd(stacks):
+    assert odd_ones(group_stacks({rank: {"MainThread": calls} for rank, calls in enumerate(stacks)})) == []
+
+
+def test_the_stacks_of_a_process_that_holds_the_gil(tmp_path):
+    program = f"""
+import re, threading
+from pathlib import Path
+from mlxdist.runtime.diagnostics.stacks import StackFile
+threading.Thread(target=threading.Event().wait, name="waits", daemon=True).start()
+StackFile(Path({str(tmp_path / "stacks")!r}))
+def holds():
+    print("ready", flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")  # for longer than any test
+holds()
+"""
+    ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what is called behind faulthandler's
+    try:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGUSR2, ignored)
+    with process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGUSR2)
+        assert wait_for(lambda: "MainThread" in read_stack_file(tmp_path / "stacks"), 60)
+        main, other = read_stack_file(tmp_path / "stacks").values()
+        process.kill()
+    assert [call.rpartition(" ")[2] for call in main] in (["match", "holds", "<module>"], ["holds", "<module>"])
+    assert [call.rpartition(" ")[2] for call in other][-2:] == ["_bootstrap_inner", "_bootstrap"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stacks"),
+    [
+        ("", {}),
+        ("Thread 0xb (most recent call first):\n  <no Python frame>\n", {}),
+        ('  File "x.py", line 1 in f\n', {}),
+        (
+            'Thread 0xb [loader] (most recent call first):\n  File "d.py", line 7 in fill\n\n'
+            "Current thread 0xa (most recent call first):\n"
+            '  File "/v/mlxdist/runtime/signals.py", line 9 in _do_nothing\n'
+            '  File "a b.py", line 3 in f\n  File "t.py", line 4 in <module>\n',
+            {"MainThread": ("a b.py:3 f", "t.py:4 <module>"), "0xb": ("d.py:7 fill",)},
+        ),
+        (
+            'Thread 0xc (most recent call first):\n  File "/p/selectors.py", line 4 in select\n'
+            '  File "/v/mlxdist/runtime/rendezvous/event_loop.py", line 1 in _run\n'
+            '  File "/p/threading.py", line 2 in run\n',
+            {},
+        ),
+    ],
+)
+def test_what_faulthandler_writes(tmp_path, text, stacks):
+    (tmp_path / "stacks").write_text(text)
+    assert read_stack_file(tmp_path / "stacks") == stacks
+    assert read_stack_file(tmp_path / "none") == {}
+
+
 # Files from anywhere.
 
 
@@ -246,6 +326,8 @@ def test_trace_has_what_a_stage_has_computed(tmp_path):
         (json.dumps(record(0, host=7)), "host is 7"),
         (json.dumps(record(0, groups={"0": [5000]})), "groups is 5000"),
         (json.dumps(record(0, groups={"world": [0]})), "groups is -1"),
+        (json.dumps(record(0, stacks={"MainThread": "step"})), "stacks is no list"),
+        (json.dumps(record(0, stacks={"MainThread": ["f"] * 101})), "stacks is no list of at most 100"),
         (json.dumps(record(0, operation(shape=[-1]))), "shape is -1"),
         (json.dumps(record(0, operation(shape=[1] * 7))), "shape is no list"),
         (json.dumps(record(0, operation(status="bad"))), "status is 'bad'"),
@@ -352,6 +434,8 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
         assert all(o["status"] == 0 for o in found["operations"])
         assert found["groups"]["0"] == [0, 1, 2] and (rank == 1 or found["groups"]["1"] == [0, 2])
         assert found["threads"]["MainThread"].startswith("flight.py:")
+        functions = [call.rpartition(" ")[2] for call in found["stacks"]["MainThread"]]
+        assert functions.index("show") + 1 == functions.index("operations")
     assert len(read_directory(tmp_path)[0]) == 3
 
 
@@ -422,6 +506,8 @@ def test_dump_of_a_running_job(tmp_path, monkeypatch):
         assert shown.returncode == 0, shown.stdout + shown.stderr
         assert "the others wait in all_sum #2" in shown.stdout and "Rank 1 computes since all_sum #1" in shown.stdout
         assert "(the program is at flight.py:" in shown.stdout
+        assert "Rank 1 is not where the others are, but at " in shown.stdout
+        assert re.search(r"ranks 0 and 2, MainThread\n    \S+flight.py:\d+  asked\n", shown.stdout)
         os.kill(int(ready["2"]), signal.SIGSTOP)
         shown = dump("--timeout", "0.5")
         assert "rank 2 has not responded to SIGUSR2 for 0.5 s" in shown.stdout
@@ -433,9 +519,18 @@ def test_dump_of_a_running_job(tmp_path, monkeypatch):
 def test_the_example_in_the_documentation(tmp_path):
     """What docs/debugging.md shows is what the command prints."""
     page = (SCRIPT.parents[2] / "docs" / "debugging.md").read_text()
-    shown = re.search(r"    \$ mlxdist dump\n(.*?)\n\n", page, re.DOTALL)[1]
+    shown = re.search(r"    \$ mlxdist dump\n(.*?)\n\n.*?(    Rank 1 is not .*?)\n\n`--no-stacks`", page, re.DOTALL)
     waits = {"waiting_on": 1, "call_site": "train.py:90"}
-    late = record(1, operation("all_gather", 412, "train.py:88", waiting_on=2), host="studio1")
-    dumps(tmp_path, *(record(rank, operation(**waits), host=f"studio{rank}") for rank in (0, 2, 3)), late)
+    late = operation("all_gather", 412, "train.py:88", waiting_on=2)
+    dumps(
+        tmp_path,
+        *(record(rank, operation(**waits), host=f"studio{rank}", stacks={"MainThread": STEP}) for rank in (0, 2, 3)),
+        record(1, late, host="studio1", stacks={"MainThread": LOAD}),
+    )
     printed = dump("--files", tmp_path).stdout
-    assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in printed.splitlines()]
+    assert _lines(f"{shown[1]}\n{shown[2]}") == _lines(printed)
+    assert _lines(shown[1]) == _lines(dump("--files", tmp_path, "--no-stacks").stdout)
+
+
+def _lines(text):
+    return [line.strip() for line in text.splitlines()]

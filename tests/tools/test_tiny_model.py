@@ -3,6 +3,7 @@
 import json
 import math
 
+import mlx.core as mx
 import pytest
 import tiny_models
 from bpe_models import bpe_tokenizer

@@ -7,7 +7,6 @@ finds the stragglers. docs/debugging.md is for users.
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,15 +25,16 @@ from .. import signals
 from ..native import bridge, ffi, last_error, lib
 from .flight_records import (
     MAX_OPERATIONS,
-    MAX_THREADS,
     SCHEMA,
     Operation,
     group_name,
     pid_file,
     rank_directory,
     record_file_name,
+    stack_file,
 )
 from .power import PowerWatch
+from .stacks import StackFile, current_stacks, program_frames
 from .step import current_computing, current_step
 
 __all__ = ["Recorder", "explain"]
@@ -80,12 +80,13 @@ class Recorder:
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
         self._pid_file: Path | None = None
+        self._stack_file: StackFile | None = None
         self._watcher = InternalThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
         signals.on(signal.SIGUSR2, lambda: self.dump("SIGUSR2"))
         if signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL:  # as where init() was not called in the main thread
-            self._pid_file = self._write_pid()
+            self._let_others_signal()
 
     def renew_locks(self) -> None:
         """Makes new locks, also in a forked child: the old ones may be held by threads that the child does not have."""
@@ -148,6 +149,8 @@ class Recorder:
             self._native = None
         if self._pid_file is not None:
             self._pid_file.unlink(missing_ok=True)
+        if self._stack_file is not None:
+            self._stack_file.close()
         if _recorder is self:
             _recorder = None
 
@@ -158,17 +161,17 @@ class Recorder:
             self.dump(text)
             self._settled.set()
 
-    def _write_pid(self) -> Path | None:
+    def _let_others_signal(self) -> None:
         """Writes the process id, for `mlxdist dump` to signal: SIGUSR2 would end a process that does not handle it."""
         directory = rank_directory(self._environment.rank)
         if directory is None:
-            return None
+            return
         try:
+            self._stack_file = StackFile(stack_file(directory))
             pid_file(directory).write_text(str(os.getpid()))
+            self._pid_file = pid_file(directory)
         except OSError as error:
             logger.warn("flight", f"`mlxdist dump` will not find this rank, since nothing can be written here: {error}")
-            return None
-        return pid_file(directory)
 
     def _read(self, limit: int) -> tuple[Any, int]:
         """The latest operations of the engine, and how many; 0 where it is stuck: this must return in any case."""
@@ -216,6 +219,7 @@ class Recorder:
             "bytes_received": received,
             "groups": groups,
             "threads": dict(list(threads.items())[:1]) if is_status else threads,
+            "stacks": {} if is_status else current_stacks(),
             "operations": operations,
         }
 
@@ -266,10 +270,7 @@ def _operation(entry: Any) -> dict[str, Any]:
 
 def _threads() -> dict[str, str]:
     """The call site of each thread of the program, the main thread first."""
-    frames = sys._current_frames()
-    main = threading.main_thread()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)[:MAX_THREADS]
-    sites = {thread.name: bridge.call_site_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
+    sites = {name: bridge.call_site_of(frame) for name, frame in program_frames().items()}
     return {name: site for name, site in sites.items() if site and not name.startswith("mlxdist ")}
 
 

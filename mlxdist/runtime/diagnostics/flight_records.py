@@ -25,6 +25,7 @@ from mlxdist.base.validation import (
 )
 from mlxdist.cluster.facts.power import Power
 
+from .stacks import MAX_THREADS, STACKS, Stacks
 from .step import Computed
 
 __all__ = [
@@ -36,12 +37,12 @@ __all__ = [
     "rank_directory",
     "read_directory",
     "read_flight_record",
+    "stack_file",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 STREAM_LANE = 0x7FFF  # mlxdist_group_stream_lane()
 MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
-MAX_THREADS = 64
 _MAX_FILE_BYTES = 16 << 20
 _MAX_TEXT = 4096
 _ANY = number(0, 2**64 - 1)
@@ -138,6 +139,7 @@ class FlightRecord:
     # The members, ranks of the world, of every group that still exists.
     groups: dict[int, tuple[int, ...]] = checked(_groups)
     threads: dict[str, str] = checked(map_of(text(), MAX_THREADS))  # where each thread is in the program
+    stacks: Stacks = checked(STACKS)  # of each thread; none in a status
     # In the order in which they were started.
     operations: tuple[Operation, ...] = checked(list_of(object_of(Operation), MAX_OPERATIONS))
 
@@ -155,6 +157,11 @@ def rank_directory(rank: int) -> Path | None:
 def pid_file(directory: Path) -> Path:
     """The file in a rank's private directory that holds its process id, as long as the rank handles SIGUSR2."""
     return directory / ".mlxdist-pid"
+
+
+def stack_file(directory: Path) -> Path:
+    """The file in a rank's private directory that gets the stacks of its threads when SIGUSR2 comes."""
+    return directory / ".mlxdist-stacks"
 
 
 def read_directory(directory: Path) -> tuple[dict[int, FlightRecord], list[str]]:

@@ -1,6 +1,7 @@
 """Shows the state of the ranks of a job: `mlxdist top` and `mlxdist dump`.
 
     collect.py      flight records from rank 0's rendezvous, or from each rank by signal and file
+    stack_text.py   the stacks of all ranks as text
     top.py          the state of all ranks, repeatedly; top_table.py: as a table
     trace.py        the records as a trace for Perfetto
 

@@ -9,14 +9,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, ResourceError, name_ranks, ranks_have
-from mlxdist.base.validation import fields_of, flag, list_of, object_of, printable, text
+from mlxdist.base.validation import checked, fields_of, flag, list_of, number, object_of, printable, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections
 from mlxdist.launch.jobs import Job, exact_job, find_job, read_job
@@ -28,7 +28,9 @@ from mlxdist.runtime.diagnostics.flight_records import (
     read_flight_record,
     read_json,
     record_file_name,
+    stack_file,
 )
+from mlxdist.runtime.diagnostics.stacks import STACKS, Stacks, read_stack_file
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 from mlxdist.runtime.rendezvous.observer import observe
 
@@ -45,11 +47,13 @@ _MAX_TEXT = 4096
 @dataclass
 class Collected:
     """Records of a job. ``members``: rank 0's status of each rank; empty if it does not respond. ``short``: the ranks
-    that lack a full record. ``notes``: the missing records, with reasons. ``ended``: whether the job has ended."""
+    that lack a full record. ``stacks``: of each rank that has responded, or that faulthandler has written. ``notes``:
+    the missing records, with reasons. ``ended``: whether the job has ended."""
 
     records: dict[int, FlightRecord] = field(default_factory=dict)
     members: dict[int, PeerStatus] = field(default_factory=dict)
     short: set[int] = field(default_factory=set)
+    stacks: dict[int, Stacks] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ended: bool = True
 
@@ -113,6 +117,7 @@ class JobRanks:
         found.ended = found.ended and fields["ended"]
         found.notes += [prefix + note for note in fields["notes"]]
         found.members |= {member.rank: member for member in fields["members"]}
+        found.stacks |= {written.rank: written.threads for written in fields["stacks"]}
         for value in fields["records"]:
             try:
                 record = check_record(value, host or "a rank")
@@ -121,6 +126,8 @@ class JobRanks:
                 continue
             is_new = record.rank not in found.records and all(record.size == r.size for r in found.records.values())
             if record.job == self.job and is_new:
+                if record.stacks:
+                    found.stacks[record.rank] = record.stacks
                 found.records[record.rank] = replace(record, wall_ns=max(0, record.wall_ns - ahead))
 
 
@@ -183,7 +190,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
 
     Also answers for a job that has ended here and left records; never for another job whose name begins with this one.
     """
-    response: dict[str, Any] = {"records": [], "members": [], "notes": [], "ended": True}
+    response: dict[str, Any] = {"records": [], "members": [], "stacks": [], "notes": [], "ended": True}
     found = exact_job(job)
     if found is None:
         text = f"there is no job {job!r} here, nor what it has recorded; `mlxdist ps` lists the jobs"
@@ -192,7 +199,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
     record = read_job(found.directory) if found.launcher else None
     response["ended"] = record is None
     if source == "signal":
-        response["records"], response["notes"] = _by_signal(found, record, seconds)
+        response |= _by_signal(found, record, seconds)
     elif record is not None and "0" in record.ranks:
         observation = observe(Path(record.temporary, "0"), seconds)
         if observation is not None:
@@ -202,19 +209,29 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
     return response
 
 
+@dataclass(frozen=True)
+class _RankStacks:
+    """The stacks of a rank that could not read them itself."""
+
+    rank: int = checked(number(0, MAX_RANKS - 1))
+    threads: Stacks = checked(STACKS)
+
+
 _RESPONSE = {
     "records": list_of(lambda name, value: value, MAX_RANKS),
     "members": list_of(object_of(PeerStatus), MAX_RANKS),
+    "stacks": list_of(object_of(_RankStacks), MAX_RANKS),
     "notes": list_of(text(_MAX_TEXT), MAX_RANKS),
     "ended": flag,
 }
 
 
-def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any], list[str]]:
-    """The full records of the ranks here, and notes on those that are missing or old."""
-    directory, notes = job.flight_directory, []
+def _by_signal(job: Job, record: Job | None, seconds: float) -> dict[str, Any]:
+    """The full records of the ranks here, the stacks of those that cannot write one, and notes on those that are
+    missing or old."""
+    directory, notes, stacks = job.flight_directory, [], []
     if directory is None:
-        return [], [f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records"]
+        return {"notes": [f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records"]}
     if record is None:
         paths = sorted(directory.glob("flight-*.json"))
     else:
@@ -227,13 +244,32 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
         # By name, because a shared directory has the records of other hosts' ranks, too.
         paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
         paths = [path for path in paths if path.exists()]
-        if late:
-            older = any((directory / record_file_name(rank)).exists() for rank in late)
+        written = {rank: read_stack_file(stack_file(Path(record.temporary, str(rank)))) for rank in sorted(late)}
+        for rank, threads in written.items():
+            if threads:
+                stacks.append({"rank": rank, "threads": {name: list(calls) for name, calls in threads.items()}})
+        notes += _late(late, written, directory, seconds)
+    records, trouble = _read_records(paths)
+    return {"records": records, "stacks": stacks, "notes": notes + trouble}
+
+
+def _late(late: Collection[int], written: Mapping[int, Stacks], directory: Path, seconds: float) -> list[str]:
+    """Notes on the ranks that have not responded to the signal. ``written``: the stacks that faulthandler has."""
+    notes = []
+    for has_stacks, why in ((True, "blocked in a call that holds the GIL"), (False, "stopped")):
+        ranks = {rank for rank in late if bool(written[rank]) == has_stacks}
+        if ranks:
+            older = any((directory / record_file_name(rank)).exists() for rank in ranks)
             notes.append(
-                f"{ranks_have(late)} not responded to SIGUSR2 for {seconds:g} s: stopped, or blocked in a call "
-                f"that holds the GIL{'; what is shown of it is older' if older else ''}"
+                f"{ranks_have(ranks)} not responded to SIGUSR2 for {seconds:g} s: {why}"
+                f"{'; what is shown of it is older' if older else ''}"
             )
-    records, size = [], 0
+    return notes
+
+
+def _read_records(paths: Sequence[Path]) -> tuple[list[Any], list[str]]:
+    """The records in these files, unchecked, and notes on those that cannot be read."""
+    records, notes, size = [], [], 0
     for path in paths:
         try:
             size += path.stat().st_size
@@ -251,6 +287,7 @@ def _signal(directory: Path, launched: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
         pid = int(pid_file(directory).read_bytes()[:20])
         if pid > 1 and os.getsid(pid) == launched:  # each rank leads a session
+            os.truncate(stack_file(directory), 0)  # faulthandler appends
             os.kill(pid, signal.SIGUSR2)
             return True
     return False
