@@ -20,7 +20,7 @@ from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from mlxdist.launch.plan import LaunchPlan
-from mlxdist.launch.run import run
+from mlxdist.launch.run import Watch, run
 from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 
@@ -78,6 +78,7 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
     selection, of_nodes = _hosts_or_nodes(selection.with_ranks(options.ranks), options)
     plan = _plan(selection, of_nodes, options, with_python(list(command), selection.python))
+    watch = _watch(plan)
     if options.dry_run:
         _show(plan)
         return
@@ -93,12 +94,26 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
         click.echo(f"mlxdist launch: {text}", err=True)
     follower = click.get_current_context().obj  # of `mlxdist serve`
     with contextlib.nullcontext() if follower is None else follower:
-        status = run(plan, follower)
+        status = run(plan, follower, watch)
     # Exits without Python's finalization, which takes another 10 ms: only the streams have to be flushed.
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor was closed
         with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(status)
+
+
+def _watch(plan: LaunchPlan) -> Watch | None:
+    """What finds a job that stands still, for --stall-timeout."""
+    if plan.options.stall_timeout is None:
+        return None
+    if plan.nodes is not None or plan.backend.name != "mlxdist":
+        raise click.UsageError(
+            "--stall-timeout asks the ranks of one launcher how far they are, and ranks of mlxdist alone answer: it "
+            "goes neither with --nodes nor with another --backend. --timeout limits the time of any job."
+        )
+    from mlxdist.tools.observe.stall_watch import StallWatch
+
+    return StallWatch
 
 
 def _preflight(plan: LaunchPlan, selection: HostSelection, options: Options) -> int:

@@ -149,6 +149,13 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         metavar="SECONDS",
         help="End a job that runs for longer, with exit status 124.",
     )
+    stall_timeout: float | None = _option(
+        _END,
+        type=click.FloatRange(1, 1e9),
+        metavar="SECONDS",
+        help="End a job in which no rank begins or ends an operation, moves data or comes to another step for so long, "
+        "with exit status 124, after showing the Python stacks of all ranks; it may be restarted.",
+    )
     grace_period: float | None = _option(
         _END,
         type=_SECONDS,

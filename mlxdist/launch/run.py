@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -22,7 +23,7 @@ from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, start_with_pipes, usual_grace
 from .output import Output
 from .plan import LaunchPlan
-from .restarts import Follower, run_with_restarts
+from .restarts import Follower, name_of_start, run_with_restarts
 from .standard_input import StandardInput
 from .supervisor import Supervisor
 from .terminal import terminal_variables
@@ -32,11 +33,21 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
     from .hosts import HostsJob
     from .remote import RemoteRank
 
-__all__ = ["run"]
+__all__ = ["Watch", "run"]
 
 
-def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
-    """Returns the exit status.
+class Watch(Protocol):
+    """Makes a context manager that watches a start of the job."""
+
+    def __call__(
+        self, job: str, seconds: float, say: Callable[[str], None], on_stall: Callable[[], None]
+    ) -> contextlib.AbstractContextManager[object]:
+        """``job``: the full name of the start. ``seconds``: without progress until ``on_stall`` is called, after what
+        the ranks do has been given to ``say``."""
+
+
+def run(plan: LaunchPlan, follower: Follower | None = None, watch: Watch | None = None) -> int:
+    """Returns the exit status. ``watch``: for --stall-timeout.
 
     Raises:
         ResourceError, CannotRun: nothing was started, and why; CannotRun also at a restart.
@@ -88,6 +99,9 @@ def run(plan: LaunchPlan, follower: Follower | None = None) -> int:
                 supervisor.add(_start(job, rank, output, plan))
             job.all_started()
             standard_input.feed(job.readers(standard_input.wake))
+            if watch is not None and (seconds := plan.options.stall_timeout) is not None:
+                how = f"no rank has gone on for {seconds:g} s (--stall-timeout)"
+                stack.enter_context(watch(name_of_start(name, restart), seconds, say, partial(supervisor.stall, how)))
             try:
                 return _of_plan(plan, supervisor.run())
             finally:

@@ -7,6 +7,8 @@ SIGINT, SIGHUP    to all ranks; then the same. A second one skips to the next si
                   soon after SIGINT, the launcher reports it. With --pass-sigint no other signal follows SIGINT.
 SIGTERM           to all ranks, with --drain a second one after that time; then SIGKILL. Where all of them end with
                   status 0, so does the launcher: they have saved what they had.
+a stall           found by another thread (--stall-timeout): SIGTERM, and SIGKILL after the grace. The exit status is
+                  124, and a restart may follow.
 SIGUSR1           to all ranks, which end by themselves when they have come to a good place (mlxdist.train.Control); no
                   other signal follows.
 
@@ -65,6 +67,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
+        self._stalled = ""  # how, once another thread has found it
         self._running: dict[int, Rank] = {}
         self._names: dict[int, str] = {}
         self._statuses: dict[int, int] = {}
@@ -91,12 +94,18 @@ class Supervisor:
         if self._verbose:
             self._say(f"{rank} started")
 
+    def stall(self, how: str) -> None:
+        """Ends a job that stands still, as one that has failed. Any thread may call it."""
+        self._stalled = how
+        self._wakeup.wake()
+
     def run(self) -> Ending:
         """Returns when no rank is left."""
         while self._running and not self._has_given_up():
             self._wait(self._until_next())
             self._reap()
             self._end_if_late()
+            self._end_if_stalled()
             self._hint()
             self._press()
         # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
@@ -120,7 +129,7 @@ class Supervisor:
                 text += self._output.advice(first)
         unread = self._output is not None and self._output.is_unread()
         was_interrupted = self._was_asked or self._interrupted_by is not None
-        failed = bool(self._failed) and not was_interrupted and not self._running and not unread
+        failed = bool(self._failed or self._stalled) and not was_interrupted and not self._running and not unread
         return Ending(status, text, failed, cause=clauses[0] if clauses else "", rank=first)
 
     def _wait(self, seconds: float | None) -> None:
@@ -230,6 +239,10 @@ class Supervisor:
         if self._interrupted_by is None and not self._failed:  # else it is being ended already
             self._interrupt(signal.SIGTERM)
 
+    def _end_if_stalled(self) -> None:
+        if self._stalled and self._next == math.inf and self._sent is None:  # else it is being ended already
+            self._rungs, self._next = [signal.SIGTERM, signal.SIGKILL], time.monotonic()
+
     def _has_given_up(self) -> bool:
         return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
 
@@ -239,6 +252,8 @@ class Supervisor:
         if self._is_late and not self._failed:
             first = f"it has not ended after {self._limit:g} s (--timeout)"
             return TOO_LATE, [first, *self._fates(None)]
+        if self._stalled and self._interrupted_by is None and not self._failed:
+            return TOO_LATE, [self._stalled, *self._fates(None)]
         if self._interrupted_by is not None and not self._failed:
             where = f" on {self._interrupts[0]}" if self._interrupts[0] else ""
             if self._interrupted_by == signal.SIGTERM and not self._running and not any(self._statuses.values()):

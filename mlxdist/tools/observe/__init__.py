@@ -3,6 +3,7 @@
     collect.py      flight records from rank 0's rendezvous, or from each rank by signal and file
     stack_text.py   the stacks of all ranks as text
     top.py          the state of all ranks, repeatedly; top_table.py: as a table
+    stall_watch.py  ends a job that stands still
     trace.py        the records as a trace for Perfetto
 
 It needs neither MLX nor the compiled half.

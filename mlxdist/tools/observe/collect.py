@@ -48,7 +48,8 @@ _MAX_TEXT = 4096
 class Collected:
     """Records of a job. ``members``: rank 0's status of each rank; empty if it does not respond. ``short``: the ranks
     that lack a full record. ``stacks``: of each rank that has responded, or that faulthandler has written. ``notes``:
-    the missing records, with reasons. ``ended``: whether the job has ended."""
+    the missing records, with reasons. ``ended``: whether the job has ended. ``unreachable``: whether a host has not
+    responded."""
 
     records: dict[int, FlightRecord] = field(default_factory=dict)
     members: dict[int, PeerStatus] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Collected:
     stacks: dict[int, Stacks] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ended: bool = True
+    unreachable: bool = False
 
 
 class JobRanks:
@@ -102,7 +104,7 @@ class JobRanks:
         responses = self._connections.call("observe.respond", arguments, seconds + _MARGIN_SECONDS)
         for host, ahead, response in zip(self._connections.names, self._ahead, responses):
             if isinstance(response, Exception):
-                found.ended = False
+                found.ended, found.unreachable = False, True
                 found.notes.append(f"{host} has not responded: {printable(str(response))}")
                 continue
             try:

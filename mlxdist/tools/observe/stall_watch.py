@@ -1,0 +1,116 @@
+"""Finds a job that stands still, wherever its ranks hang, for `mlxdist launch --stall-timeout`."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+
+from mlxdist.base.errors import Error
+from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.runtime.diagnostics.flight_records import FlightRecord
+from mlxdist.runtime.observation.stack_groups import group_stacks, odd_ones
+from mlxdist.runtime.observation.stragglers import analyze
+
+from .collect import Collected, JobRanks, find_ranks
+from .stack_text import stack_text
+
+__all__ = ["Progress", "StallWatch"]
+
+_RESPONSE_SECONDS = 2.0  # for the ranks, which are asked again soon
+_STACK_SECONDS = 5.0
+_MIN_PAUSE, _MAX_PAUSE = 0.2, 5.0
+_WIDTH = 120
+
+
+class Progress:
+    """For how long no rank of a job has gone on: begun or ended an operation, moved a byte, or come to another step.
+
+    Args:
+        now: the time, in seconds, from which on is counted where no rank has responded yet.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._at: dict[int, tuple] = {}
+        self._since = now
+
+    def update(self, records: Mapping[int, FlightRecord], now: float) -> float:
+        """The seconds without progress.
+
+        Args:
+            records: those of the ranks that have responded; of the others the last ones count.
+            now: the time, in seconds.
+        """
+        before, self._at = self._at, self._at | {rank: _position(record) for rank, record in records.items()}
+        if self._at != before:
+            self._since = now
+        return now - self._since
+
+    def excuse(self, now: float) -> None:
+        """Counts from now on: it could not be seen whether there was progress."""
+        self._since = now
+
+
+def _position(record: FlightRecord) -> tuple:
+    latest = max((operation.number for operation in record.operations), default=0)
+    in_progress = sum(operation.ended_ns is None for operation in record.operations)
+    return record.pid, record.step, latest, in_progress, record.bytes_sent, record.bytes_received
+
+
+class StallWatch:
+    """Watches a job from its start. A context manager, whose thread ends with it.
+
+    Args:
+        job: the full name of the job, which this process launches.
+        seconds: without progress until the job stands still.
+        say: called with what the ranks do then: findings, and their Python stacks.
+        on_stall: called after that, once.
+    """
+
+    def __init__(self, job: str, seconds: float, say: Callable[[str], None], on_stall: Callable[[], None]) -> None:
+        self._job, self._seconds, self._say, self._on_stall = job, seconds, say, on_stall
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlxdist stall watch", daemon=True)
+
+    def __enter__(self) -> "StallWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join(_RESPONSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            with find_ranks(self._job, HostSelection()) as ranks:
+                self._watch(ranks)
+        except Error as error:
+            if not self._ended.is_set():
+                self._say(f"--stall-timeout has no effect from now on: {error}")
+
+    def _watch(self, ranks: JobRanks) -> None:
+        progress = Progress(time.monotonic())
+        pause = min(max(self._seconds / 10, _MIN_PAUSE), _MAX_PAUSE)
+        while not self._ended.wait(pause):
+            found = ranks.collect(full=False, seconds=_RESPONSE_SECONDS)
+            now = time.monotonic()
+            if found.unreachable:  # a healthy job outlives an outage of the control network
+                progress.excuse(now)
+            elif progress.update(found.records, now) >= self._seconds:
+                if not self._ended.is_set():
+                    self._say(_report(ranks.collect(full=True, seconds=_STACK_SECONDS), self._seconds))
+                    self._on_stall()
+                return
+
+
+def _report(found: Collected, seconds: float) -> str:
+    """What the ranks do, and where their threads are."""
+    groups = group_stacks(found.stacks)
+    findings = analyze(found.records, found.members).findings if found.records else []
+    lines = [f"no rank has gone on for {seconds:g} s.", *findings, *odd_ones(groups), *found.notes]
+    if groups:
+        console = Console(width=_WIDTH, no_color=True, highlight=False)
+        with console.capture() as captured:
+            console.print(stack_text(groups), soft_wrap=True)
+        lines.append(captured.get().rstrip())
+    return "\n".join(lines)
