@@ -46,6 +46,7 @@ COMMANDS = {
     "tiny-model": "mlxdist.cli.tiny_model:tiny_model",
     "top": "mlxdist.cli.top:top",
     "train": "mlxdist.cli.train:train",
+    "watch": "mlxdist.cli.watch:watch",
 }
 
 

@@ -142,6 +142,12 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         help="Write what rank N prints also to rank-N.out and .err there.",
     )
     verbose: bool = _option(_OUTPUT, is_flag=True, help="Report the start and the end of every rank.")
+    on_event: str | None = _option(
+        _OUTPUT,
+        metavar="CMD",
+        help="Run CMD when the job has started, stands still, has failed or ended, with the event as JSON on its "
+        "standard input; or POST that to CMD, a URL.",
+    )
     limit: float | None = _option(
         _END,
         "--timeout",

@@ -31,6 +31,7 @@ from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
     from .hosts import HostsJob
+    from .job_events import LauncherEvents
     from .remote import RemoteRank
 
 __all__ = ["Watch", "run"]
@@ -70,6 +71,11 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: Watch | None 
         line = f"mlxdist launch: {text}"
         output.say(line) if output is not None else click.echo(line, err=True)
 
+    events = None
+    if plan.options.on_event:
+        from .job_events import LauncherEvents
+
+        events = LauncherEvents(plan.options.on_event, name, say)
     standard_input = StandardInput(say, output.line_was_typed if output is not None else lambda: None)
 
     def prepare(restart: int) -> contextlib.AbstractContextManager[LocalJob | HostsJob]:
@@ -99,18 +105,21 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: Watch | None 
                 supervisor.add(_start(job, rank, output, plan))
             job.all_started()
             standard_input.feed(job.readers(standard_input.wake))
+            if events is not None:
+                events.started(restart, plan.size)
             if watch is not None and (seconds := plan.options.stall_timeout) is not None:
-                how = f"no rank has gone on for {seconds:g} s (--stall-timeout)"
-                stack.enter_context(watch(name_of_start(name, restart), seconds, say, partial(supervisor.stall, how)))
+                on_stall = partial(_stall, supervisor, events, restart, seconds)
+                stack.enter_context(watch(name_of_start(name, restart), seconds, say, on_stall))
             try:
                 return _of_plan(plan, supervisor.run())
             finally:
                 standard_input.clear()
 
     directory = _launcher_directory(plan, name)
-    with wakeup.signals():
+    start = run_once if events is None else events.around(run_once)
+    with wakeup.signals(), events or contextlib.nullcontext():
         try:
-            status = run_with_restarts(name, run_once, plan.options.max_restarts, wakeup, say, directory, follower)
+            status = run_with_restarts(name, start, plan.options.max_restarts, wakeup, say, directory, follower)
         except Interrupted as interrupt:
             say(f"interrupted by {interrupt} before all hosts were ready.")
             status = 128 + interrupt.number
@@ -126,6 +135,13 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: Watch | None 
         output.is_written(1.0)
         status = 1
     return status
+
+
+def _stall(supervisor: Supervisor, events: LauncherEvents | None, restart: int, seconds: float) -> None:
+    how = f"no rank has gone on for {seconds:g} s (--stall-timeout)"
+    if events is not None:
+        events.stalled(restart, how)
+    supervisor.stall(how)
 
 
 def _make_logs(directory: Path) -> None:

@@ -7,7 +7,7 @@ from launching import nothing_left, python  # noqa: F401, the fixture is for all
 from test_flight import SECOND, ended, operation, record
 
 from mlxdist.runtime.diagnostics.flight_records import check_record
-from mlxdist.tools.observe.stall_watch import Progress
+from mlxdist.runtime.observation.progress import Progress
 
 
 def checked(*operations, rank=0, **fields):

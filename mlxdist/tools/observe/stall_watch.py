@@ -2,59 +2,25 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from rich.console import Console
 
 from mlxdist.base.errors import Error
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.runtime.diagnostics.flight_records import FlightRecord
+from mlxdist.runtime.observation.progress import Progress
 from mlxdist.runtime.observation.stack_groups import group_stacks, odd_ones
 from mlxdist.runtime.observation.stragglers import analyze
 
 from .collect import Collected, JobRanks, find_ranks
 from .stack_text import stack_text
 
-__all__ = ["Progress", "StallWatch"]
+__all__ = ["StallWatch"]
 
 _RESPONSE_SECONDS = 2.0  # for the ranks, which are asked again soon
 _STACK_SECONDS = 5.0
 _MIN_PAUSE, _MAX_PAUSE = 0.2, 5.0
 _WIDTH = 120
-
-
-class Progress:
-    """For how long no rank of a job has gone on: begun or ended an operation, moved a byte, or come to another step.
-
-    Args:
-        now: the time, in seconds, from which on is counted where no rank has responded yet.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._at: dict[int, tuple] = {}
-        self._since = now
-
-    def update(self, records: Mapping[int, FlightRecord], now: float) -> float:
-        """The seconds without progress.
-
-        Args:
-            records: those of the ranks that have responded; of the others the last ones count.
-            now: the time, in seconds.
-        """
-        before, self._at = self._at, self._at | {rank: _position(record) for rank, record in records.items()}
-        if self._at != before:
-            self._since = now
-        return now - self._since
-
-    def excuse(self, now: float) -> None:
-        """Counts from now on: it could not be seen whether there was progress."""
-        self._since = now
-
-
-def _position(record: FlightRecord) -> tuple:
-    latest = max((operation.number for operation in record.operations), default=0)
-    in_progress = sum(operation.ended_ns is None for operation in record.operations)
-    return record.pid, record.step, latest, in_progress, record.bytes_sent, record.bytes_received
 
 
 class StallWatch:
