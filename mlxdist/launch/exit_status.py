@@ -3,10 +3,24 @@
 import contextlib
 import signal
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["TOO_LATE", "Ending", "describe", "of_process"]
+__all__ = ["TOO_LATE", "Ending", "FirstFailure", "describe", "of_process"]
 
 TOO_LATE = 124  # as of timeout(1)
+
+
+class FirstFailure(NamedTuple):
+    """The rank that failed first, and the step of `mlxdist.set_step` that the job was at, as a rank has noted it."""
+
+    rank: int
+    step: int | None = None
+
+    @classmethod
+    def parse(cls, note: str) -> "FirstFailure":
+        """Raises ValueError: it is no note."""
+        rank, *step = map(int, note.split())
+        return cls(rank, *step[:1])
 
 
 @dataclass(frozen=True)
@@ -18,6 +32,7 @@ class Ending:
     failed: bool
     cause: str = ""  # how the closing line begins: without the other ranks, and without paths of this machine
     rank: int | None = None  # that failed first
+    step: int | None = None  # of the program, when it failed
 
 
 def of_process(returncode: int | None) -> int | None:

@@ -22,6 +22,7 @@ from mlxdist.cluster.ssh.this_machine import look_up
 from mlxdist.version import __version__
 
 from .executable import CannotRun
+from .exit_status import FirstFailure
 from .job_frames import JobFrame
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
 from .remote import HostInput, RemoteHost, RemoteRank
@@ -208,8 +209,8 @@ class HostsJob:
         self._stopped += new
         return new
 
-    def first_failed(self) -> int | None:
-        """The first rank that failed, as noted on its host. If several hosts noted one, the first host decides."""
+    def first_failed(self) -> FirstFailure | None:
+        """The first failure, as noted on its host. If several hosts noted one, the first host decides."""
         return next((host.first_failed for host in self._hosts if host.first_failed is not None), None)
 
     def recordings(self) -> str | None:

@@ -20,7 +20,7 @@ from mlxdist.base.gpus import gpu_of_rank, visible_gpus
 from mlxdist.runtime import mpi_shim
 
 from .backends import Exports
-from .exit_status import of_process
+from .exit_status import FirstFailure, of_process
 from .jit_cache import JitCache
 from .jobs import JobDirectory
 from .restarts import name_of_start
@@ -334,10 +334,10 @@ class LocalJob:
     def remove_recordings(self) -> None:
         self._record.remove_recordings()
 
-    def first_failed(self) -> int | None:
-        """The first rank that failed, as noted by ranks here that use mlxdist; None if they could not note it."""
+    def first_failed(self) -> FirstFailure | None:
+        """The first failure, as noted by ranks here that use mlxdist; None if they could not note it."""
         try:
-            return int(self.first_failure.read_text())
+            return FirstFailure.parse(self.first_failure.read_text())
         except (OSError, ValueError):
             return None
 

@@ -12,6 +12,7 @@ from mlxdist.cluster.ssh.connection import Connection
 from mlxdist.cluster.ssh.protocol import FrameError, Kind, pack, pack_json, unpack_json
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig, is_this_machine
 
+from .exit_status import FirstFailure
 from .job_frames import AGENT, JobFrame
 
 __all__ = ["HostInput", "RemoteHost", "RemoteRank"]
@@ -79,7 +80,7 @@ class RemoteHost:
         self.recordings: str | None = None
         self.failed: str | None = None
         self.exit_code = 1
-        self.first_failed: int | None = None
+        self.first_failed: FirstFailure | None = None
         self.stopped: signal.Signals | None = None
         self.closed = False
         self.unanswered = 0  # pings since anything has arrived
@@ -173,7 +174,8 @@ class RemoteHost:
             elif kind == Kind.ERROR:
                 self.failed = str(fields["error"])
             elif kind == JobFrame.EXIT:
-                self.first_failed = fields["first"] if self.first_failed is None else self.first_failed
+                if self.first_failed is None and fields["first"] is not None:
+                    self.first_failed = FirstFailure(*fields["first"])
                 self._ranks[rank].status = int(fields["status"])
             elif kind == JobFrame.STOPPED:
                 self.stopped = signal.Signals(payload[0])

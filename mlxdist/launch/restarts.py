@@ -5,6 +5,8 @@ has lost. The job before has ended completely by then, and the next has another 
 the one reaches the other.
 
 Any failure counts, as with torchrun: which exit status means a mistake in the command line is the program's business.
+But where the same rank fails twice in a row with the same status at the same step of the program (`mlxdist.set_step`),
+it would fail there again, and no restart follows.
 """
 
 from __future__ import annotations
@@ -78,13 +80,15 @@ def run_with_restarts(
     ready for LASTING seconds, also the count of restarts. Returns the exit status of the last start, or 128 + the
     signal that came in a pause.
     """
-    used, pause, is_worth_it = 0, FIRST_PAUSE, follower is None
+    used, pause, is_worth_it, before = 0, FIRST_PAUSE, follower is None, None
     for restart in range(MAX_RESTARTS + 1):
         ending = run_once(restart)
         if follower is not None and (seconds := follower.seconds_ready()):
             used, pause, is_worth_it = 0 if seconds >= LASTING else used, FIRST_PAUSE, True
-        if not ending.failed or used == most or restart == MAX_RESTARTS or not is_worth_it:
+        is_repeated = _is_repeated(ending, before)
+        if not ending.failed or used == most or restart == MAX_RESTARTS or not is_worth_it or is_repeated:
             break
+        before = ending
         used += 1
         if directory is not None:
             directory.update(replace(directory.job, name=name_of_start(name, restart + 1)))
@@ -97,9 +101,19 @@ def run_with_restarts(
             say(f"interrupted by {interrupt.name} before {following}.")
             return 128 + interrupt
         pause = min(2 * pause, LONGEST_PAUSE)
-    last = f"; it was the last of {most} restarts" if ending.failed and used else ""
+    last = ""
+    if ending.failed and used:
+        repeats = f"; it failed like that at step {ending.step} before, so it is not started again"
+        last = repeats if is_repeated and used < most else f"; it was the last of {most} restarts"
     if follower is not None and ending.failed:
         follower.failed(f"{ending.cause}{last}", None, ending.rank)
     if ending.text:
         say(f"{ending.text}{last}.")
     return ending.status
+
+
+def _is_repeated(ending: Ending, before: Ending | None) -> bool:
+    """Whether the start before has failed likewise, at the same step. At step 0 it may be what the job connects to."""
+    if before is None or not ending.failed or not ending.step:
+        return False
+    return (ending.rank, ending.status, ending.step) == (before.rank, before.status, before.step)

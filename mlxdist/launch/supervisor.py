@@ -111,7 +111,9 @@ class Supervisor:
         # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, clauses = self._verdict()
-        first = self._first_failure()[0] if self._failed else None  # by a note that the end of the job removes
+        noted = self._job.first_failed()  # which the end of the job removes
+        first = self._first_failure()[0] if self._failed else None
+        step = noted.step if noted is not None and noted.rank == first else None
         text = "; ".join(clauses) + self._lost_domains()
         if status == 0:
             self._job.remove_recordings()
@@ -130,7 +132,7 @@ class Supervisor:
         unread = self._output is not None and self._output.is_unread()
         was_interrupted = self._was_asked or self._interrupted_by is not None
         failed = bool(self._failed or self._stalled) and not was_interrupted and not self._running and not unread
-        return Ending(status, text, failed, cause=clauses[0] if clauses else "", rank=first)
+        return Ending(status, text, failed, cause=clauses[0] if clauses else "", rank=first, step=step)
 
     def _wait(self, seconds: float | None) -> None:
         full = self._is_full()
@@ -280,7 +282,8 @@ class Supervisor:
     def _first_failure(self) -> tuple[int, float]:
         """The rank that failed first, by the ranks' notes: cause and consequence end within ms, in any order."""
         noted = self._job.first_failed()
-        return next((failure for failure in self._failed if failure[0] == noted), self._failed[0])
+        rank = noted.rank if noted is not None else None
+        return next((failure for failure in self._failed if failure[0] == rank), self._failed[0])
 
     def _fates(self, besides: int | None) -> list[str]:
         """Clauses about the ends of the other ranks."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from fake_ssh import fake_ssh
 from launching import ASKED, LAUNCH, RANK, closing_line, launch, nothing_left, python, running  # noqa: F401
 from waiting import wait_for
 
+from mlxdist.launch.exit_status import Ending, FirstFailure
 from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs, read_job
+from mlxdist.launch.restarts import run_with_restarts
 from mlxdist.launch.runtime_directory import runtime_directory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_and_generate.py"
@@ -34,6 +37,52 @@ def test_the_whole_group_starts_again_until_it_succeeds():
     first, second = restarts(job)
     assert re.search(r"rank 1 failed first, killed by SIGKILL .* after \d+\.\d s; .*; restart 1 of 3 in 1 s\.$", first)
     assert second.endswith("; restart 2 of 3 in 2 s.")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [[], ["--hosts", "localhost"]], ids=["here", "host"])
+def test_a_failure_that_repeats_at_the_same_step_is_not_tried_again(options):
+    program = (
+        RESTART
+        + """
+import mlxdist, mlx.core as mx
+mlxdist.init()
+print("start", restart, flush=True)
+for step in range(10):
+    mlxdist.set_step(step)
+    mx.eval(mlxdist.all_sum(mx.ones(3)))
+    if step == (3 if restart == 0 else 7) and rank == 1:
+        raise SystemExit(3)
+"""
+    )
+    job = python(2, program, options=["--max-restarts", "9", *options], timeout=90)
+    assert job.returncode == 3, job.stderr
+    assert job.stdout.count(b"start") == 6  # by two ranks: at step 3, and twice at step 7
+    last = restarts(job)[-1]
+    assert re.search(r"; it failed like that at step [78] before, so it is not started again\.$", last)
+
+
+@pytest.mark.parametrize("note", ["1", "1 7"])
+def test_only_a_failure_alike_is_a_repeated_one(note):
+    """Another rank, status or step, step 0, or none that the program reports: it is started again."""
+    noted = FirstFailure.parse(note)
+    first = Ending(3, "", True, rank=noted.rank, step=noted.step)
+    others = [replace(first, rank=2), replace(first, status=4), replace(first, step=8), replace(first, step=0)]
+    for endings, starts in [([first] * 5, 2 if noted.step else 5), *(([first, other], 2) for other in others)]:
+        begun = []
+        run_with_restarts(
+            "job", lambda n, e=endings: begun.append(n) or e[n], len(endings) - 1, Impatient(), print, None
+        )
+        assert len(begun) == starts
+    zero = replace(first, step=0)
+    assert run_with_restarts("job", lambda n: zero, 2, Impatient(), print, None) == 3
+
+
+class Impatient:
+    """A pause that takes no time."""
+
+    def wait(self, seconds):
+        return None
 
 
 def test_a_host_that_is_gone_at_a_restart_costs_a_restart(tmp_path):
@@ -164,15 +213,15 @@ def test_an_interrupt_ends_the_pause_before_a_restart():
 
 def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
     program = RESTART + "print(os.environ['MLXDIST_JOB'], flush=True); raise SystemExit(1)"
-    with running(1, program, options=["--max-restarts", "5"], lines=2) as job:  # the next pause is 2 s long
-        name = job.first_lines[1].split()[1].removesuffix("-1")
-        assert wait_for(lambda: [(found.name, found.pids) for found in list_jobs()] == [(f"{name}-2", {})])
+    with running(1, program, options=["--max-restarts", "5"], lines=3) as job:  # the next pause is 4 s long
+        name = job.first_lines[2].split()[1].removesuffix("-2")
+        assert wait_for(lambda: [(found.name, found.pids) for found in list_jobs()] == [(f"{name}-3", {})])
         (found,) = list_jobs()
         assert found.launcher == job.pid and found.command[0] == sys.executable and find_job(name) == found
         stop = [sys.executable, "-m", "mlxdist", "stop", name]
-        assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout == f"{name}-2 has ended\n"
+        assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout == f"{name}-3 has ended\n"
         out, err = job.communicate(timeout=10)
-    assert job.returncode == 143 and "interrupted by SIGTERM before restart 2 of 5" in err
+    assert job.returncode == 143 and "interrupted by SIGTERM before restart 3 of 5" in err
     assert list(runtime_directory().iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from mlxdist.base import errors, logger
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.internal_thread import InternalThread
 
+from ..diagnostics.step import current_step
 from . import protocol
 from .connect import connect, listen, reconnect
 from .event_loop import Connection, EventLoop
@@ -484,12 +485,14 @@ class Rendezvous:
                 self._note_first_failure(rank)
 
     def _note_first_failure(self, rank: int) -> None:
-        """Writes down the rank, for the launcher: processes do not end in the order of cause and consequence."""
+        """Writes down the rank, for the launcher: processes do not end in the order of cause and consequence. Behind it
+        is the step that this rank is at, where the program reports one."""
         if self._environment.error_file is None:
             return
         try:
             with open(self._environment.error_file, "x", encoding="ascii") as file:
-                file.write(str(rank))
+                step, _ = current_step()
+                file.write(str(rank) if step is None else f"{rank} {step}")
         except OSError:
             return  # another rank was first, or the launcher is gone
         _noted.add(self._environment.error_file)
