@@ -247,7 +247,8 @@ def shortened(directory: str) -> None:
         if rank and what == f"comparing {WEIGHTS[1]}":
             os.truncate(part, 1)
 
-    refusal(OSError if rank else Aborted, "has become shorter", Folder(folder), on_progress=begin_again)
+    # A rank may learn of another's file before it looks at its own.
+    refusal((OSError, Aborted) if rank else Aborted, "has become shorter", Folder(folder), on_progress=begin_again)
     assert rank == 0 or not (folder / WEIGHTS[0]).exists()
 
 

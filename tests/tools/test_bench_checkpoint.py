@@ -11,7 +11,7 @@ from mlxdist.tools.bench.results import by_case
 
 def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mlxdist", "bench", "checkpoint", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
 

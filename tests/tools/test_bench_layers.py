@@ -12,7 +12,7 @@ from mlxdist.tools.bench.tp import communication, targets
 
 
 def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
-    finished = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240)
+    finished = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600)
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
 

@@ -19,7 +19,7 @@ def test_serve(tmp_path):
     """With one KV head, which mlx_lm.server cannot share between two ranks: it is left out, with its reason."""
     output = tmp_path / "results.json"
     arguments = ["--servers", f"{OURS},{OWN_LAYERS},{DRAFTS},{MLX_LM},{ALONE}"]
-    arguments += ["--hidden", "128", "--layers", "2", "--repeats", "2"]
+    arguments += ["--hidden", "128", "--layers", "2", "--repeats", "3"]
     arguments += ["--streams", "3", "--rate", "20", "--requests", "5", "--prompt-tokens", "9", "--answer-tokens", "6"]
     printed = bench("serve", *arguments, "--output", str(output)).stdout
     results = json.loads(output.read_text())
@@ -30,9 +30,9 @@ def test_serve(tmp_path):
         require_times(result["microseconds"])
         assert (result["wrong"], result["refused"]) == (0, None)
         assert (result["accepted"] is not None) == (result["variant"] == DRAFTS)
-        assert result["answers"] == 2 * (3 if "streams" in result["case"] else 5)
+        assert result["answers"] == 3 * (3 if "streams" in result["case"] else 5)
     (failed,) = results["absent"]
-    assert failed["variant"] == MLX_LM and failed["absent"].startswith("it failed in round 1 of 2: ")
+    assert failed["variant"] == MLX_LM and failed["absent"].startswith("it failed in round 1 of 3: ")
     assert f"{MLX_LM} was not measured: it failed" in printed and "targets: 0 of 2 met" in printed
     assert re.search("[0-9]+% of the drafts became tokens", printed)
 

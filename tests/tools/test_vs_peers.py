@@ -20,7 +20,7 @@ SCRIPT = ROOT / "benchmarks" / "vs_peers.py"
 
 def vs_peers(directory: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     finished = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=directory, capture_output=True, text=True, timeout=240
+        [sys.executable, str(SCRIPT), *arguments], cwd=directory, capture_output=True, text=True, timeout=600
     )
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
