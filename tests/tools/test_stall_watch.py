@@ -1,9 +1,12 @@
 """`mlxdist launch --stall-timeout`: a job that stands still is ended, after it has shown where its ranks are."""
 
 import re
+import subprocess
+import sys
 
 import pytest
-from launching import nothing_left, python  # noqa: F401, the fixture is for all tests here
+from launching import LAUNCH, nothing_left, python  # noqa: F401, the fixture is for all tests here
+from ssh_hosts import ssh_hosts
 from test_flight import SECOND, ended, operation, record
 
 from mlxdist.runtime.diagnostics.flight_records import check_record
@@ -83,6 +86,24 @@ sums()
     )
     assert shown and " holds\n" in shown[1], job.stderr
     assert "no rank has gone on for 5 s (--stall-timeout); " in job.stderr and "restart 1 of 1 in 1 s." in job.stderr
+
+
+@pytest.mark.long
+def test_ranks_on_two_hosts(tmp_path):
+    program = """
+import mlxdist, numpy as np, os, time
+mlxdist.init()
+if os.environ["MLXDIST_RANK"] == "1":
+    time.sleep(1000)
+mlxdist.all_sum(np.ones(3))
+"""
+    with ssh_hosts(tmp_path) as nodes:
+        words = ["--hosts", ",".join(nodes.names), "--ssh", nodes.ssh, "--stall-timeout", "3", "--grace-period", "1"]
+        command = nodes.command(*LAUNCH, *words, "--", sys.executable, "-c", program)
+        job = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 124, job.stderr
+    assert re.search(r"Rank 1 has not been in an operation yet.*, rank 0 waits in all_sum #1 ", job.stderr), job.stderr
+    assert re.search(r"rank 1, MainThread\n    <string>:5  <module>\n", job.stderr), job.stderr
 
 
 @pytest.mark.parametrize(
