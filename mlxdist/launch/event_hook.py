@@ -18,8 +18,8 @@ from mlxdist.base.errors import InvalidArgument
 __all__ = ["Event", "EventHook"]
 
 # Seconds for one event: a command that takes longer is ended, with what it has started.
-HOOK_SECONDS = 30.0
-_CLOSE_SECONDS = 35.0  # for those that are left when the job has ended
+HOOK_SECONDS = 10.0
+_CLOSE_SECONDS = 15.0  # for those that are left when the job has ended
 _MAX_ERROR = 500  # characters of what a command has printed
 
 
