@@ -2,21 +2,27 @@
 
 transformers reads the 3,300 files of its models, twice, for a list of the names in them, and mlx-lm imports it in every
 rank and server. The list is the same until another version is installed. So it is kept in the build folder.
+
+It imports what Python has loaded already: with importlib.abc, pathlib and typing each process took three times as long
+to start.
 """
 
-import marshal
+from __future__ import annotations
+
 import os
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from typing import Any
+from importlib.machinery import PathFinder
 
-_BUILD = Path(__file__).parents[3] / "build"
+TYPE_CHECKING = False  # that of typing takes as long as all other imports here
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from typing import Any
+
+_BUILD = os.path.abspath(__file__ + "/../../../../build")
 _NAME = "transformers.utils.import_utils"
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Puts a function that keeps its results in the place of the one that reads the files."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -36,12 +42,15 @@ class _Finder(MetaPathFinder):
 
 
 def _kept(define_import_structure: Any, source: str) -> Any:
+    import marshal
+    from pathlib import Path
+
     all_models = Path(source).parents[1] / "models"
 
     def read(module_path: str, prefix: str | None = None) -> Any:
         if Path(module_path) not in (all_models, all_models / "__init__.py"):  # one model's: a few files
             return define_import_structure(module_path, prefix)
-        file = _BUILD / f"transformers-{os.stat(source).st_mtime_ns:x}-{prefix}"
+        file = Path(_BUILD, f"transformers-{os.stat(source).st_mtime_ns:x}-{prefix}")
         try:
             return marshal.loads(file.read_bytes())
         except OSError:
@@ -54,5 +63,5 @@ def _kept(define_import_structure: Any, source: str) -> Any:
     return read
 
 
-if _BUILD.is_dir():
+if os.path.isdir(_BUILD):
     sys.meta_path.insert(0, _Finder())
