@@ -7,15 +7,8 @@ import pytest
 
 import mlxdist
 
-SCENARIOS = [
-    "grid",
-    "grid_of_mlx",
-    "colors",
-    "split_of_a_split",
-    "during_lazy_operations",
-    "many",
-    "end_with_the_world",
-]
+SCENARIOS = ["grid", "grid_of_mlx", "colors", "split_of_a_split", "during_lazy_operations", "many"]
+OWN_RANKS = {"resident": False}  # for what ends the world, or looks at the end of the program
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -23,11 +16,15 @@ def test_on_four_ranks(run_scenarios, scenario):
     run_scenarios("split.py", 4, scenario)
 
 
+def test_all_end_with_the_world(run_scenarios):
+    run_scenarios("split.py", 4, "end_with_the_world", **OWN_RANKS)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", ["colors", "split_of_a_split", "registered", "counted", "threads"])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_on_few_ranks(run_scenarios, scenario, ranks):
-    run_scenarios("split.py", ranks, scenario)
+    run_scenarios("split.py", ranks, scenario, **(OWN_RANKS if scenario == "registered" else {}))
 
 
 @pytest.mark.long
@@ -51,7 +48,7 @@ def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run
 @pytest.mark.parametrize("kind", ["mlxdist", "mx"])
 def test_an_error_that_was_caught_is_not_printed_again(run_scenarios, kind):
     """It was, at the end of the program, and the exit status was 1."""
-    run_scenarios("split.py", 2, "caught_error", kind)
+    run_scenarios("split.py", 2, "caught_error", kind, **OWN_RANKS)
 
 
 def test_in_a_group_of_one():
