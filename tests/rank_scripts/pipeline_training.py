@@ -106,12 +106,12 @@ def compare(model, value, gradients, expected_value, expected, tolerance=2e-5):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-6)
 
 
-def schedules(name, virtual):
-    """Every schedule and number of micro-batches: the gradients and the loss of one process."""
+def schedules(name, virtual, most):
+    """Every schedule, with 1 to ``most`` micro-batches: the gradients and the loss of one process."""
     mesh, virtual = mlxdist.mesh(pp=size), int(virtual)
     full = tiny_models.build(name, num_hidden_layers=LAYERS)
     model = staged(name, mesh, virtual, num_hidden_layers=LAYERS)
-    for count in range(1, 9):
+    for count in range(1, int(most) + 1):
         batch = batch_of(2 * count)
         expected = by_reference(full, batch, count)
         for schedule in ("gpipe", "1f1b", "zero_bubble"):

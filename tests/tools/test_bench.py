@@ -56,14 +56,20 @@ def require_result(result: dict, ranks: int) -> None:
     assert result["algorithm"] in ALGORITHMS
 
 
-@pytest.mark.parametrize("api", ["mlx", pytest.param("engine", marks=pytest.mark.long)])
-def test_collectives(api, tmp_path):
+@pytest.mark.parametrize(
+    "api, dtypes",
+    [
+        ("mlx", "bfloat16"),
+        *(pytest.param(api, "float32,bfloat16", marks=pytest.mark.long) for api in ("mlx", "engine")),
+    ],
+)
+def test_collectives(api, dtypes, tmp_path):
     output = tmp_path / "results.json"
-    arguments = ["--api", api, "--sizes", "4KiB,128KiB", "--repeats", "3", "--dtype", "float32,bfloat16"]
+    arguments = ["--api", api, "--sizes", "4KiB,128KiB", "--repeats", "3", "--dtype", dtypes]
     printed = bench("collectives", *arguments, "--output", str(output)).stdout
     results = json.loads(output.read_text())
     cases = {tuple(result["case"].values()): result for result in results["cases"]}
-    assert set(cases) == {(o, d, s) for o in OPERATIONS for d in ("float32", "bfloat16") for s in (4096, 128 << 10)}
+    assert set(cases) == {(o, d, s) for o in OPERATIONS for d in dtypes.split(",") for s in (4096, 128 << 10)}
     assert (results["setup"]["ranks"], results["setup"]["api"], len(results["cases"])) == (2, api, len(cases))
     for result in cases.values():
         require_result(result, ranks=2)
