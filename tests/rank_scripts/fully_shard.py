@@ -1,8 +1,10 @@
 """One rank of test_fully_shard.py: `check` is the name of a function below."""
 
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -570,6 +572,35 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
+
+
+def calls_of_a_layer() -> None:
+    """A step calls at most 600 functions of Python for each layer of Qwen3, and 520 of MLX and of Python's C half.
+
+    It is 534 and 469. About 135 and more are those of nn.value_and_grad and of the layer itself.
+    """
+    from mlxdist.tools.bench.models import make_model
+
+    tokens, targets = batch(1, tokens=64)
+    counts = []
+    for layers in (2, 4):
+        model = make_model("qwen", 64, mx.float32, layers, 64)
+        fully_shard(model)
+        step, calls = nn.value_and_grad(model, loss_of), Counter[str]()
+
+        def count(frame: FrameType, event: str, argument: object, calls: Counter[str] = calls) -> None:
+            calls[event] += 1
+
+        mx.eval(step(model, mine(tokens), mine(targets)))
+        sys.setprofile(count)
+        try:
+            results = step(model, mine(tokens), mine(targets))
+        finally:
+            sys.setprofile(None)
+        mx.eval(results)
+        counts.append(calls)
+    python, native = ((counts[1][event] - counts[0][event]) / 2 for event in ("call", "c_call"))
+    assert 0 < python <= 600 and 0 < native <= 520, (python, native)
 
 
 def memory(number_of_layers: str) -> None:

@@ -30,6 +30,10 @@ def test_trains_in_other_ways(run_scenarios, check):
     run_scenarios("fully_shard.py", 2, check)
 
 
+def test_calls_of_a_layer(run_scenarios):
+    run_scenarios("fully_shard.py", 2, "calls_of_a_layer")
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_hybrid(run_scenarios, ranks):
     run_scenarios("fully_shard.py", ranks, "hybrid")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -32,7 +33,7 @@ class Slot:
     def is_trained(self) -> bool:
         return self.name not in self.module._no_grad
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the module's own entry that the parameter is in; modules freeze by these names."""
         return self.path.partition(".")[0]
@@ -72,15 +73,20 @@ class FlatShards:
         self.slots = list(slots)
         self.dtype = slots[0].array.dtype
         self.shapes = [slot.array.shape for slot in slots]
-        self._sizes = [prod(shape) for shape in self.shapes]
+        sizes = [prod(shape) for shape in self.shapes]
         self._ranks = ranks
-        self.length = -(-sum(self._sizes) // ranks)
+        self.length = -(-sum(sizes) // ranks)
         self.ranges = []
         begin = 0
-        for size in self._sizes:
+        for size in sizes:
             low, high = (min(max(r * self.length - begin, 0), size) for r in (rank, rank + 1))
             self.ranges.append((low, high))
             begin += size
+        self._ends = list(accumulate(sizes))
+        self._ends_of_shards = list(accumulate(high - low for low, high in self.ranges))
+        # The graph must be the same on all ranks, whatever parts of it are empty: MLX derives the order of evaluation
+        # from it. So zeros are joined to the parts on all ranks or on none.
+        self._fills_up = sum(sizes) % ranks > 0
 
     def shard(self) -> None:
         """Puts this rank's shards where the full parameters are, and frees those."""
@@ -94,27 +100,23 @@ class FlatShards:
 
     def pack_shards(self, shards: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         """The vector that this rank sends: shape (length,)."""
-        return _joined([array.astype(dtype) for array in shards], self.length)
+        return self._joined([array.astype(dtype) for array in shards], self.length)
 
     def unpack(self, vector: mx.array) -> list[mx.array]:
         """The full parameters, as views of the vector of shape (ranks * length,)."""
-        return [part.reshape(shape) for part, shape in zip(_parts(vector, self._sizes), self.shapes)]
+        return [part.reshape(shape) for part, shape in zip(mx.split(vector, self._ends), self.shapes)]
 
     def pack(self, arrays: Sequence[mx.array]) -> mx.array:
         """The vector of arrays of the shapes of the full parameters: shape (ranks * length,)."""
-        return _joined(arrays, self._ranks * self.length)
+        return self._joined(arrays, self._ranks * self.length)
 
     def unpack_shards(self, shard: mx.array) -> list[mx.array]:
         """This rank's shard of each parameter, as views of an array of shape (length,)."""
-        return _parts(shard, [high - low for low, high in self.ranges])
+        *shards, _ = mx.split(shard, self._ends_of_shards)
+        return shards
 
-
-# The graph must be the same on all ranks, whatever parts of it are empty: MLX derives the order of evaluation from it.
-def _joined(arrays: Sequence[mx.array], length: int) -> mx.array:
-    missing = length - sum(array.size for array in arrays)
-    return mx.concatenate([*(array.reshape(-1) for array in arrays), mx.zeros((missing,), arrays[0].dtype)])
-
-
-def _parts(vector: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-    *parts, _ = mx.split(vector, list(accumulate(sizes)))
-    return parts
+    def _joined(self, arrays: Sequence[mx.array], length: int) -> mx.array:
+        parts = [array.reshape(-1) for array in arrays]
+        if self._fills_up:
+            parts.append(mx.zeros((length - sum(array.size for array in arrays),), arrays[0].dtype))
+        return mx.concatenate(parts)

@@ -1,9 +1,13 @@
 """A unit of fully_shard: parameters that one message gathers where a module is called, and that are free after it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import accumulate, pairwise
+from math import prod
+from operator import itemgetter
 from typing import Any
 from weakref import ref
 
@@ -29,8 +33,11 @@ __all__ = ["METHODS", "Unit", "UnitChannel"]
 
 Arrays = list[mx.array]
 Tree = Any
+Weight = tuple[int, int, Slot]  # a parameter of a leaf: the number of its vector, its place in that, and itself
 # What is computed with the parameters of a module: MLX's own fully_shard knows these two, too.
 METHODS = ("__call__", "as_linear")
+_TREES = (list, tuple, dict)
+_SMALL = 1 / 256  # of the elements of a unit: what a leaf has that stays gathered from the forward to the backward pass
 
 
 class UnitChannel(Channel):
@@ -92,30 +99,45 @@ class Unit:
         self.channel, self.replicas = channel, replicas
         self.dtype, self.stage, self.reshards, self.prefetch = dtype, stage, reshards, prefetch
         self.ranks = channel.size * (replicas.size if replicas else 1)
+        self._sharded = [slot for flat in flats for slot in flat.slots]
+        self._slots = [*replicated, *self._sharded]
         self._runs = False
         self._is_checkpointed = self._has_recomputed = False
         self._constants: tuple[Sequence[Slot], Arrays] = [], []
         self._order: Callable[[], UnitOrder | None] = lambda: None  # of the last call of the model that it is in
-        # What a module with others inside does with a parameter of its own is not one operation: it stays gathered.
-        self.leaves: dict[int, tuple[nn.Module, list[tuple[int, int, Slot]]]] = {}
-        for number, flat in enumerate(flats):
-            for place, slot in enumerate(flat.slots):
-                if not slot.module.children():
-                    self.leaves.setdefault(id(slot.module), (slot.module, []))[1].append((number, place, slot))
+        self.leaves = self._leaves()  # by identity, each with its weights
         self.flats_of_leaves = {number for _, weights in self.leaves.values() for number, _, _ in weights}
+
+    def _leaves(self) -> dict[int, tuple[nn.Module, list[Weight]]]:
+        """The modules whose parameters the backward pass takes from what it gathers: the forward pass frees them.
+
+        What a module with others inside does with a parameter of its own is not one operation: it stays gathered. So
+        do a norm's weights, and all that is so small: to free it would take longer than all else that is done for it.
+        """
+        sizes, leaves = Counter[int](), dict[int, tuple[nn.Module, list[Weight]]]()
+        for number, flat in enumerate(self.flats):
+            for place, (slot, shape) in enumerate(zip(flat.slots, flat.shapes)):
+                if not slot.module.children():
+                    leaves.setdefault(id(slot.module), (slot.module, []))[1].append((number, place, slot))
+                    sizes[id(slot.module)] += prod(shape)
+        least = sum(sizes.values()) * _SMALL
+        return {key: leaf for key, leaf in leaves.items() if sizes[key] >= least}
 
     def call(self, module: nn.Module, method: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> Tree:
         """``method(module, *args, **kwargs)`` with the full parameters."""
         if self._runs:  # a module of this unit that contains itself, or calls the unit's module
             return method(module, *args, **kwargs)
-        with _placed(*self._constants):
+        slots, arrays = self._constants
+        before = _exchange(slots, arrays)
+        try:
             return self._call(module, method, args, kwargs)
+        finally:
+            _exchange(slots, before)
 
     @contextmanager
     def with_constants(self) -> Iterator[None]:
         """Within, calls take the parameters that are there now, as constants."""
-        slots = self._slots()
-        self._constants = slots, [slot.array for slot in slots]
+        self._constants = self._slots, [slot.array for slot in self._slots]
         try:
             yield
         finally:
@@ -126,7 +148,7 @@ class Unit:
         if outermost := order is None:
             # The unit of a model that is called by itself, when the model has been: mx.checkpoint calls it once more.
             order, recomputes = self._order(), self._order() is not None
-            order = order or UnitOrder.of(_traced_in(([slot.array for slot in self._slots()], args, kwargs))[0])
+            order = order or UnitOrder.of(_traced_in(([slot.array for slot in self._slots], args, kwargs))[0])
         else:
             self._order = ref(order)
         self._runs, token = True, UnitOrder.current.set(order)
@@ -135,7 +157,7 @@ class Unit:
             # gradient is wanted, unless what the model itself is called with has one.
             order.trains = (
                 order.trains
-                or any(slot.is_trained for slot in self._slots())
+                or any(slot.is_trained for slot in self._slots)
                 or outermost
                 and bool(_traced_in((args, kwargs))[0])
             )
@@ -143,8 +165,11 @@ class Unit:
                 return self._call_traced(order, recomputes, module, method, args, kwargs)
             before = _arrays_in((args, kwargs)) if outermost else []  # or nothing would order units called one by one
             fulls = [flat.unpack(self.gather(order, flat, flat.shards(), *before)) for flat in self.flats]
-            with self._filled(fulls):
+            shards = _exchange(self._sharded, [array for arrays in fulls for array in arrays])
+            try:
                 return method(module, *args, **kwargs)
+            finally:
+                _exchange(self._sharded, shards)
         finally:
             self._runs = False
             UnitOrder.current.reset(token)
@@ -158,7 +183,7 @@ class Unit:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Tree:
-        inputs, put_back = _traced_in((args, kwargs))
+        inputs, put_back = _traced_arguments(args, kwargs)
         # What mx.checkpoint recomputes has no backward pass of its own. That it does shows in the step before.
         if not recomputes:
             self._is_checkpointed = self._has_recomputed
@@ -169,26 +194,18 @@ class Unit:
         this = _Pass(self, order, reshards)
         inputs, fulls, replicated = this.enter(inputs)
         args, kwargs = put_back(inputs)
-        with ExitStack() as stack:
-            stack.enter_context(_placed(self.replicated, replicated))
-            stack.enter_context(self._filled(fulls))
-            if reshards:
-                stack.enter_context(this.watching(module))
-            if reshards and id(module) in self.leaves:
-                result = this.call_leaf(module, method, args, kwargs)
-            else:
+        before = _exchange(self._slots, [*replicated, *(array for arrays in fulls for array in arrays)])
+        try:
+            if not reshards:
                 result = method(module, *args, **kwargs)
-        outputs, put_back = _traced_in(result)
-        return put_back(this.leave(outputs)) if outputs else result
-
-    def _slots(self) -> list[Slot]:
-        return [*self.replicated, *(slot for flat in self.flats for slot in flat.slots)]
-
-    @contextmanager
-    def _filled(self, fulls: Sequence[Arrays]) -> Iterator[None]:
-        slots = [slot for flat in self.flats for slot in flat.slots]
-        with _placed(slots, [array for arrays in fulls for array in arrays]):
-            yield
+            else:
+                with this.watching(module):
+                    leaf = this.call_leaf if id(module) in self.leaves else None
+                    result = leaf(module, method, args, kwargs) if leaf else method(module, *args, **kwargs)
+        finally:
+            _exchange(self._slots, before)
+        outputs, put_result = _traced_result(result)
+        return put_result(this.leave(outputs)) if outputs else result
 
     def gather(self, order: UnitOrder, flat: FlatShards, shards: Arrays, *after: mx.array) -> mx.array:
         """Gathers all ranks' shards into the vector of the full parameters."""
@@ -240,7 +257,7 @@ class _Pass:
 
     def __init__(self, unit: Unit, order: UnitOrder, reshards: bool) -> None:
         self.unit, self.order, self.reshards = unit, order, reshards
-        self.shards = [flat.shards() for flat in unit.flats]
+        self.shards = [_arrays_of(flat.slots) for flat in unit.flats]
         self._fulls: list[Arrays] = []
         self._again: list[Arrays] | None = None  # the full parameters that the backward pass has gathered
         self._behind: Arrays = []  # the gradients of the unit behind this one, on their way
@@ -252,34 +269,32 @@ class _Pass:
         unit = self.unit
         trained = [any(slot.is_trained for slot in flat.slots) for flat in unit.flats]
         replicated = [slot.array for slot in unit.replicated]
-        shards = [shard for of, is_trained in zip(self.shards, trained) if is_trained for shard in of]
+        shards = [shard for of, one in zip(self.shards, trained) if one for shard in of]
         before = inputs if unit.prefetch == 0 else []
 
+        passed, flats = len(inputs) + len(replicated), [flat for flat, one in zip(unit.flats, trained) if one]
+
         def forward(arrays: Arrays) -> Arrays:
-            rest = iter(arrays)
-            results = [next(rest) for _ in (*inputs, *replicated)]
-            for flat, is_trained in zip(unit.flats, trained):
-                if is_trained:
-                    results += self._unpack(
-                        flat, unit.gather(self.order, flat, [next(rest) for _ in flat.slots], *before)
-                    )
+            results, begin = arrays[:passed], passed
+            for flat in flats:
+                end = begin + len(flat.slots)
+                results += self._unpack(flat, unit.gather(self.order, flat, arrays[begin:end], *before))
+                begin = end
             return results
 
         def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-            rest = iter(cotangents)
-            entered, adapters = [next(rest) for _ in inputs], [next(rest) for _ in replicated]
-            fulls = [[next(rest) for _ in flat.slots] for flat, is_trained in zip(unit.flats, trained) if is_trained]
-            return self._reduce(entered, adapters, [flat for flat, one in zip(unit.flats, trained) if one], fulls)
+            fulls = _parted(cotangents[passed:], flats)
+            return self._reduce(cotangents[: len(inputs)], cotangents[len(inputs) : passed], flats, fulls)
 
         function: Any = mx.custom_function(forward)
         function.vjp(backward)
-        rest = iter(function([*inputs, *replicated, *shards]) if inputs or replicated or shards else ())
-        entered, replicated = [next(rest) for _ in inputs], [next(rest) for _ in replicated]
+        results = function([*inputs, *replicated, *shards]) if inputs or replicated or shards else []
+        of_trained = iter(_parted(results[passed:], flats))
         self._fulls = [
-            [next(rest) for _ in of] if one else self._unpack(flat, unit.gather(self.order, flat, of, *before))
+            next(of_trained) if one else self._unpack(flat, unit.gather(self.order, flat, of, *before))
             for flat, of, one in zip(unit.flats, self.shards, trained)
         ]
-        return entered, self._fulls, replicated
+        return results[: len(inputs)], self._fulls, results[len(inputs) : passed]
 
     def leave(self, outputs: Arrays) -> Arrays:
         """Returns the outputs. Their backward pass gathers the parameters of this unit, and of units before it."""
@@ -290,13 +305,13 @@ class _Pass:
         """Within, the leaves of the unit but ``module`` take what :meth:`call_leaf` says."""
         leaves = [leaf for leaf, _ in self.unit.leaves.values() if leaf is not module]
         for leaf in leaves:
-            leaf._pass = self
+            leaf.__dict__["_pass"] = self  # past nn.Module's own way, which is for parameters
         try:
             with with_classes(leaves, _leaf):
                 yield
         finally:
             for leaf in leaves:
-                del leaf._pass
+                del leaf.__dict__["_pass"]
 
     def call_leaf(self, leaf: nn.Module, method: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> Tree:
         """``method(leaf, *args, **kwargs)``. Backward: with the parameters that the backward pass has gathered.
@@ -304,21 +319,25 @@ class _Pass:
         So those of the forward pass are free after it. The backward pass runs the method once more, but as MLX is lazy
         that computes only what the gradient needs of it: nothing for products, lookups and norms.
         """
-        inputs, put_back = _traced_in((args, kwargs))
-        own = self.unit.leaves[id(leaf)][1]
-        weights = [one for one in own if one[2].array is self._fulls[one[0]][one[1]]]
-        # What something else has put there instead, it has computed from what is gathered: an input like the others.
-        computed = [slot for number, place, slot in own if slot.array is not self._fulls[number][place]]
-        known = len(inputs) + len(computed)
-        slots = [*computed, *(slot for _, _, slot in weights)]
+        inputs, put_back = _traced_arguments(args, kwargs)
+        weights, computed, count = list[Weight](), list[Weight](), len(inputs)
+        for weight in self.unit.leaves[id(leaf)][1]:
+            number, place, slot = weight
+            # What something else has put there instead, it has computed from what is gathered: an input like others.
+            is_gathered = slot.container[slot.key] is self._fulls[number][place]
+            (weights if is_gathered else computed).append(weight)
+        slots = [slot for _, _, slot in (*computed, *weights)]
         put_result: Callable[[Arrays], Tree] = tuple
         again = repeated(leaf)
 
         def run(arrays: Arrays) -> Arrays:
             nonlocal put_result
-            with _placed(slots, arrays[len(inputs) :]):
-                args, kwargs = put_back(arrays[: len(inputs)])
-                results, put_result = _traced_in(method(leaf, *args, **kwargs))
+            before = _exchange(slots, arrays[count:])
+            try:
+                args, kwargs = put_back(arrays[:count])
+                results, put_result = _traced_result(method(leaf, *args, **kwargs))
+            finally:
+                _exchange(slots, before)
             # None where all that the leaf takes is constant, or what it returns has no gradient: MLX 0.32 takes the
             # stream of the first one, unasked.
             return results or [mx.zeros(())]
@@ -327,27 +346,17 @@ class _Pass:
             if self._again is None:
                 self._gather_again(cotangents)
             assert self._again is not None
-            fulls = [self._again[number][place] for number, place, _ in weights]
-            wanted = [*range(known), *(known + i for i, (_, _, slot) in enumerate(weights) if slot.is_trained)]
-            arrays = [*primals[:known], *fulls]
-
-            def of_wanted(*values: mx.array) -> Arrays:
-                given = list(arrays)
-                for place, value in zip(wanted, values):
-                    given[place] = value
-                return run(given)
-
-            gradients = [mx.zeros_like(primal) for primal in primals]
-            if wanted:
-                with again():
-                    _, found = mx.vjp(of_wanted, [arrays[place] for place in wanted], cotangents)
-                for place, gradient in zip(wanted, found):
-                    gradients[place] = gradient
-            return gradients
+            known = count + len(computed)
+            arrays, wanted = primals[:known], [True] * known
+            for number, place, slot in weights:
+                arrays.append(self._again[number][place])
+                wanted.append(slot.is_trained)
+            with again():
+                return _gradients(run, arrays, wanted, cotangents)
 
         function: Any = mx.custom_function(run)
         function.vjp(backward)
-        results = function([*inputs, *(slot.array for slot in slots)])
+        results = function(inputs + _arrays_of(slots))  # which sets put_result
         return put_result(results)
 
     def _unpack(self, flat: FlatShards, vector: mx.array) -> Arrays:
@@ -382,8 +391,7 @@ class _Pass:
         unit = self.unit
         # What mx.checkpoint has computed once more, inside the unit, has left full parameters there.
         for flat, shards in zip(unit.flats, self.shards):
-            for slot, shard in zip(flat.slots, shards):
-                slot.put(shard)
+            _exchange(flat.slots, shards)
         packed, sums, gradients = [], [], []
         for flat, arrays in zip(flats, fulls):
             vector = unit.accumulate(id(flat), flat.pack(arrays))
@@ -411,17 +419,47 @@ class _Pass:
         return [*entered, *adapters, *gradients]
 
 
-@contextmanager
-def _placed(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Iterator[None]:
-    """Within, the arrays are where the slots are."""
-    before = [slot.array for slot in slots]
-    try:
-        for slot, array in zip(slots, arrays):
-            slot.put(array)
-        yield
-    finally:
-        for slot, array in zip(slots, before):
-            slot.put(array)
+def _exchange(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Arrays:
+    """Puts the arrays where the slots are. Returns those that were there, to put them back."""
+    before = []
+    for slot, array in zip(slots, arrays):
+        container, key = slot.container, slot.key
+        before.append(container[key])
+        container[key] = array
+    return before
+
+
+def _arrays_of(slots: Sequence[Slot]) -> Arrays:
+    """The arrays where the slots are, without a call for each."""
+    return [slot.container[slot.key] for slot in slots]
+
+
+def _parted(arrays: Sequence[mx.array], flats: Sequence[FlatShards]) -> list[Arrays]:
+    """The arrays of each of ``flats``, from those of all of them one after the other."""
+    ends = list(accumulate((len(flat.slots) for flat in flats), initial=0))
+    return [list(arrays[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _gradients(
+    function: Callable[[Arrays], Arrays], arrays: Arrays, wanted: Sequence[bool], cotangents: Arrays
+) -> Arrays:
+    """The gradients of all arguments of ``function``: zeros of those that are not wanted."""
+    if all(wanted):
+        return mx.vjp(lambda *values: function(list(values)), arrays, cotangents)[1]
+    places = [place for place, one in enumerate(wanted) if one]
+
+    def of_wanted(*values: mx.array) -> Arrays:
+        given = list(arrays)
+        for place, value in zip(places, values):
+            given[place] = value
+        return function(given)
+
+    gradients = [mx.zeros_like(array) for array in arrays]
+    if places:
+        _, found = mx.vjp(of_wanted, [arrays[place] for place in places], cotangents)
+        for place, gradient in zip(places, found):
+            gradients[place] = gradient
+    return gradients
 
 
 def _arrays_in(tree: Tree) -> Arrays:
@@ -429,12 +467,17 @@ def _arrays_in(tree: Tree) -> Arrays:
     return [leaf for _, leaf in flat if isinstance(leaf, mx.array)]
 
 
+def _is_traced(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array that can have a gradient."""
+    return isinstance(leaf, mx.array) and bridge.is_traced(leaf) and mx.issubdtype(leaf.dtype, mx.inexact)
+
+
 def _traced_in(tree: Tree) -> tuple[Arrays, Callable[[Arrays], Tree]]:
     """The arrays in a tree that can have a gradient, and a function that puts others in their place."""
     found: Arrays = []
 
     def find(leaf: Any) -> Any:
-        if isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.inexact) and bridge.is_traced(leaf):
+        if _is_traced(leaf):
             found.append(leaf)
             return _Hole
         return leaf
@@ -446,6 +489,41 @@ def _traced_in(tree: Tree) -> tuple[Arrays, Callable[[Arrays], Tree]]:
         return tree_map(lambda leaf: next(rest) if leaf is _Hole else leaf, with_holes)
 
     return found, put_back
+
+
+def _traced_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Arrays, Callable[[Arrays], Any]]:
+    """:func:`_traced_in` of ``(args, kwargs)``, without tree_map where the arguments are no trees: it takes longer than
+    all else that is done for a layer."""
+    found, places, names = Arrays(), list[int](), list[str]()
+    # What put_back keeps must not keep the arrays in memory.
+    rest, constants = list(args), dict(kwargs)
+    for place, leaf in enumerate(args):
+        if isinstance(leaf, _TREES):
+            return _traced_in((args, kwargs))
+        if _is_traced(leaf):
+            found.append(leaf)
+            places.append(place)
+            rest[place] = None
+    for name, leaf in kwargs.items():
+        if isinstance(leaf, _TREES):
+            return _traced_in((args, kwargs))
+        if _is_traced(leaf):
+            found.append(leaf)
+            names.append(name)
+            constants[name] = None
+
+    def put_back(arrays: Arrays) -> Any:
+        given = rest.copy()
+        for place, array in zip(places, arrays):
+            given[place] = array
+        return given, {**constants, **dict(zip(names, arrays[len(places) :]))}
+
+    return found, put_back
+
+
+def _traced_result(result: Tree) -> tuple[Arrays, Callable[[Arrays], Tree]]:
+    """:func:`_traced_in` of a result, which is an array almost always."""
+    return ([result], itemgetter(0)) if _is_traced(result) else _traced_in(result)
 
 
 class _Hole:
