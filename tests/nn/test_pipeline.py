@@ -55,6 +55,10 @@ def test_several_batches_on_their_way(run_scenarios, name, ranks):
     run_scenarios("pipeline.py", ranks, "in_flight", name)
 
 
+def test_calls_of_a_token(run_scenarios):
+    run_scenarios("pipeline.py", 2, "calls_of_a_token", "qwen3")
+
+
 @LONG
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_without_communication(run_scenarios, ranks):

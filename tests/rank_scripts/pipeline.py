@@ -6,6 +6,7 @@ Every rank has the model of one process, too. The operations are the same, so th
 import os
 import signal
 import sys
+from collections import Counter
 from inspect import signature
 from pathlib import Path
 
@@ -153,6 +154,29 @@ def compiled(name):
         mx.eval(results)
         for result in results if isinstance(results, list) else [results]:
             assert mx.allclose(result, expected, atol=1e-5, rtol=1e-5), mx.abs(result - expected).max().item()
+
+
+def calls_of_a_token(name):
+    """A token calls at most 7 functions of mlxdist for each layer, on the average of a stage's own and the others': the
+    graph is built on the core that computes. It is one of an own layer, and up to nine of another stage's."""
+    counts, package = [], str(Path(mlxdist.__file__).parent)
+    for layers in (4 * size, 8 * size):
+        model = pipeline_parallel(tiny_models.build(name, num_hidden_layers=layers), group=group)
+        _, cache = logits(model, PROMPT)
+        calls = Counter()
+
+        def count(frame, event, argument, calls=calls):
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                calls[frame.f_code.co_name] += 1
+
+        sys.setprofile(count)
+        try:
+            result = model(mx.array([[5]]), cache=cache)
+        finally:
+            sys.setprofile(None)
+        mx.eval(result)
+        counts.append(calls.total())
+    assert 0 < counts[1] - counts[0] <= 7 * 4 * size, counts
 
 
 def in_flight(name):

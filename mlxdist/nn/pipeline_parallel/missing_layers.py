@@ -1,6 +1,5 @@
 """Modules and caches of layers that another stage holds: without memory, while shapes and offsets are the real ones."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -74,17 +73,17 @@ def holds_parameters_alone(module: nn.Module) -> bool:
     return any(True for _ in own_arrays(module)) and not any(True for _ in children(module))
 
 
-def advance(cache: Any, batch: int, length: int, after: Sequence[mx.array]) -> None:
-    """Adds ``length`` tokens to the cache of a layer that another stage has: keys and values of width zero.
+def advance(cache: Any, nothing: mx.array) -> None:
+    """Adds tokens to the cache of a layer that another stage has: keys and values of width zero.
 
-    So mlx-lm's caches count, trim, merge and mask as they do in the other stage. ``after``: what is computed first
-    when the cache is evaluated.
+    So mlx-lm's caches count, trim, merge and mask as they do in the other stage.
+
+    Args:
+        cache: of the layer; ``None`` has nothing to add to.
+        nothing: keys, and values, of shape (batch, 1, tokens, 0).
     """
     if cache is None:
         return
-    nothing = mx.zeros((batch, 1, length, 0))
-    if after:
-        (nothing,) = mx.depends([nothing], list(after))
     for part in _parts(cache):
         if hasattr(part, "update_and_fetch"):
             part.update_and_fetch(nothing, nothing)
@@ -93,7 +92,7 @@ def advance(cache: Any, batch: int, length: int, after: Sequence[mx.array]) -> N
         else:  # an ArraysCache: states, which have no length
             for place in range(len(part.cache)):
                 part[place] = nothing[:, 0, 0]
-            part.advance(length)
+            part.advance(nothing.shape[2])
 
 
 def is_known(cache: Any) -> bool:

@@ -5,7 +5,7 @@ with all layers in their places: the layers of other stages hold nothing and com
 layers takes the arrays that the stage before has sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.operations.ordering import Order
 
-from ..interception import intercept
+from ..interception import become, derived
 from .layers import Boundary, Layers, Like, at, with_value
 from .missing_layers import advance
 from .stage_plan import StagePlan
@@ -50,6 +50,12 @@ class StageCalls:
         self.model = model
         # By the class of now: later the model gets one whose __call__ is `connected`, which would call itself.
         self._model = partial(type(model).__call__, model)
+        likes: dict[Like, Like] = {}  # equal ones become one, by whose identity zeros are found
+        self._results = [
+            tree_map(lambda x: likes.setdefault(x, x) if isinstance(x, Like) else x, result)
+            for result in layers.results
+        ]
+        self.inside = {chunk: self._inside(chunk) for chunk in self.chunks}  # layers that are called as they are
         self._run: _Run | None = None
         self._alone: Callable[..., Any] | None = None  # in place of the model, while a loss calls it
         self.chunk: int | None = None
@@ -97,7 +103,7 @@ class StageCalls:
 
         def call(tokens: mx.array, *args: Any, **keywords: Any) -> Any:
             shapes.append(tokens.shape)
-            return self._called(_Run([], tokens.shape), tokens, *args, **keywords)
+            return self._called(_Run({}, tokens.shape), tokens, *args, **keywords)
 
         value = self._with_model(call, function, chunk)
         if len(shapes) != 1 or len(shapes[0]) != 2:
@@ -126,28 +132,40 @@ class StageCalls:
     def route(self, layer: nn.Module, number: int) -> None:
         """Routes the calls of ``layer``, number ``number`` of the model, through :meth:`call_layer`."""
 
-        def call(kind: Any, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-            return self.call_layer(kind, number, layer, *args, **keywords)
+        kind: Any = type(layer)
 
-        intercept(layer, __call__=call)
+        def __call__(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+            run = self._run
+            if run is None or number in run.inside:  # the common case, for each token and layer
+                return kind.__call__(layer, *args, **keywords)
+            return self.call_layer(run, kind, number, layer, [list(args), keywords])
 
-    def call_layer(self, kind: Any, number: int, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        become(layer, derived(kind, {"__call__": __call__}))
+
+    def call_layer(self, run: "_Run", kind: Any, number: int, layer: nn.Module, arguments: list[Any]) -> Any:
         """Handles the model's call of a layer: computes it, or stands in for it if another stage has it."""
-        run = self._run
-        arguments: list[Any] = [list(args), keywords]
-        if run is None:
-            return kind.__call__(layer, *args, **keywords)
         taken = self._layers.taken[number]
         if number in run.stops:
             run.leave(number, [at(arguments, passed.at) for passed in taken])
         if number in run.starts:
             run.begin(taken, number)
-        if not any(number in chunk for chunk in run.chunks):
+        if number not in run.computed:
             return self._skip(run, number, arguments)
         for passed in taken:  # where the model has zeros for what has come from another stage
             if passed.origin in run.received:
                 arguments = with_value(arguments, passed.at, run.received[passed.origin])
         return kind.__call__(layer, *arguments[0], **arguments[1])
+
+    def _inside(self, chunk: range) -> frozenset[int]:
+        """The layers of a virtual stage that nothing begins or ends at, and that take nothing of what it receives."""
+        if not chunk.start:
+            return frozenset(chunk)
+        received = {passed.origin for passed in self._layers.taken[chunk.start]}
+        return frozenset(
+            number
+            for number in chunk[1:]
+            if received.isdisjoint(passed.origin for passed in self._layers.taken[number])
+        )
 
     def boundary(self, part: int) -> Boundary:
         """Returns the arrays that virtual stage ``part`` of the model takes from the one before."""
@@ -168,15 +186,15 @@ class StageCalls:
         own = self.chunks[chunk]
         if (hidden is None) != (own.start == 0):
             raise InvalidArgument("a stage takes what the stage before has returned, and the first takes None")
-        return _Run([own], shape, hidden)
+        return _Run({own: self.inside[own]}, shape, hidden)
 
     def _skip(self, run: "_Run", number: int, arguments: list[Any]) -> Any:
         """Stands in for a layer of another stage: advances its cache, and returns zeros of its results' shapes."""
-        batch, length = run.shape
         if (path := self._layers.caches[number]) is not None:
             # The cache of a skipped layer grows, too: mlx-lm's models make masks and positions from any layer's cache.
-            advance(at(arguments, path), batch, length, run.messages)
-        return tree_map(lambda x: x.zeros(batch, length) if isinstance(x, Like) else x, self._layers.results[number])
+            advance(at(arguments, path), run.nothing())
+        result = self._results[number]
+        return run.zeros(result) if isinstance(result, Like) else tree_map(run.zeros, result)
 
     def _called(self, run: "_Run", tokens: mx.array, *args: Any, **keywords: Any) -> Any:
         self._run = run
@@ -189,16 +207,38 @@ class StageCalls:
 class _Run:
     """A call of the model: which layers this rank computes, and what happens where they begin and end.
 
-    ``messages``: the messages of this call so far.
+    ``chunks``: with the layers of each that are called as they are. ``messages``: the messages of this call so far.
     """
 
-    def __init__(self, chunks: Sequence[range], shape: Sequence[int], hidden: Sequence[mx.array] | None = None) -> None:
-        self.chunks, self.shape = chunks, shape
+    def __init__(
+        self, chunks: Mapping[range, frozenset[int]], shape: Sequence[int], hidden: Sequence[mx.array] | None = None
+    ) -> None:
+        self.shape = shape
+        self.inside, self.computed = frozenset[int]().union(*chunks.values()), frozenset[int]().union(*chunks)
         self.starts = {chunk.start for chunk in chunks if chunk.start}
         self.stops = {chunk.stop for chunk in chunks}
         self.messages: list[mx.array] = []
         self.received: dict[int, mx.array] = {}  # of the chunk that is computed, by origin
         self.hidden, self.left = list(hidden or ()), list[mx.array]()
+        self._zeros: dict[int, mx.array] = {}  # by the identity of what they are like
+        self._nothing: dict[int, mx.array] = {}  # by the number of messages that it waits for
+
+    def zeros(self, like: Any) -> Any:
+        """Returns zeros like what a layer of another stage returns, the same for all layers; anything else as it is."""
+        if not isinstance(like, Like):
+            return like
+        if id(like) not in self._zeros:
+            self._zeros[id(like)] = like.zeros(*self.shape)
+        return self._zeros[id(like)]
+
+    def nothing(self) -> mx.array:
+        """Returns the keys and values of layers of other stages: of width zero, behind the messages so far."""
+        behind = len(self.messages)
+        if behind not in self._nothing:
+            batch, length = self.shape
+            nothing = mx.zeros((batch, 1, length, 0))
+            self._nothing[behind] = mx.depends([nothing], self.messages)[0] if behind else nothing
+        return self._nothing[behind]
 
     def begin(self, taken: Boundary, number: int) -> None:
         """Takes in the arrays for layer ``number``, the first of a chunk."""
@@ -224,7 +264,7 @@ class _ConnectedRun(_Run):
     """
 
     def __init__(self, calls: StageCalls, transfer: Transfer, shape: Sequence[int], inputs: Sequence[mx.array]) -> None:
-        super().__init__(calls.chunks, shape)
+        super().__init__(calls.inside, shape)
         self.calls, self.transfer, self.inputs = calls, transfer, inputs
         self.receives, self.sends = calls._receives, calls._sends
         if bridge.traces():  # no call behind the trace may wait for what is in it, nor one in it for those before
