@@ -36,7 +36,7 @@ def cases() -> Iterator[object]:
 def test_engine(tmp_path, name, variant):
     sources = [NATIVE / "tests" / f"{name}.c", *layer_sources()]
     program = build_program(tmp_path / "engine", sources, [*FLAGS, *VARIANTS[variant]])
-    assert f"{name} passed" in run_program(program, timeout=600)
+    assert f"{name} passed" in run_program(program)
 
 
 def build_simulation(directory: Path, name: str, flags: list[str]) -> Path:

@@ -56,7 +56,7 @@ def cases() -> Iterator[object]:
 def test_soft(tmp_path, variant, program):
     flags, segment = VARIANTS[variant]
     before = segment_names()
-    run_program(build(tmp_path, program, flags, segment), timeout=300)
+    run_program(build(tmp_path, program, flags, segment))
     assert segment_names() <= before, "a segment was left behind"
 
 
@@ -65,6 +65,6 @@ def test_soft(tmp_path, variant, program):
 def test_soft_without_data_races(tmp_path):
     """Two threads on two contexts of one process: both use one mapping, so the sanitizer sees every access."""
     program = build(tmp_path, "stress", SANITIZE_THREADS, OWN_SEGMENT)
-    run_program(program, "TwoThreads", "ResetUnderFire", timeout=300, environment={"MESSAGES": "40000"})
+    run_program(program, "TwoThreads", "ResetUnderFire", environment={"MESSAGES": "40000"})
     program = build(tmp_path, "tcp_processes", SANITIZE_THREADS, OWN_SEGMENT)
-    run_program(program, "TwoThreads", timeout=300, environment={"MESSAGES": "20000"})
+    run_program(program, "TwoThreads", environment={"MESSAGES": "20000"})

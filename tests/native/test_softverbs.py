@@ -53,7 +53,7 @@ def test_program(tmp_path, own_header, program):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sanitized(tmp_path, own_header, program):
     parts = [*sources(program), *layer_sources("providers"), *directory_sources("bindings/softverbs")]
-    run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
+    run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]))
 
 
 @pytest.mark.long

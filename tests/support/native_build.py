@@ -100,7 +100,7 @@ def link(output: Path, compiler: tuple[str, ...], flags: Iterable[str], objects:
     return output
 
 
-def run_program(program: Path, *arguments: str, timeout: float = 120, environment: dict[str, str] | None = None) -> str:
+def run_program(program: Path, *arguments: str, timeout: float = 600, environment: dict[str, str] | None = None) -> str:
     """Runs ``program``, at most ``timeout`` seconds, and returns what it printed; it must end with status 0."""
     process = subprocess.run(
         [str(program), *arguments],

@@ -32,7 +32,7 @@ def test_transfer_in_c(tmp_path, variant):
     parts = [NATIVE / "tests" / "limits_test.c"]
     parts += [NATIVE / "transport" / f"{name}.c" for name in ("core_transfer", "error", "steady_clock", "thread")]
     flags = [f"-I{NATIVE / 'include'}", "-D_DEFAULT_SOURCE", *VARIANTS[variant]]
-    assert "0 failed" in run_program(build_program(tmp_path / "limits", parts, flags), timeout=600)
+    assert "0 failed" in run_program(build_program(tmp_path / "limits", parts, flags))
 
 
 @two_cores
