@@ -79,7 +79,7 @@ def dump(
         found = _collect(job, selection, seconds)
     else:
         records, problems = read_directory(directory)
-        found = Collected(records, stacks={rank: record.stacks for rank, record in records.items()}, notes=problems)
+        found = Collected(records, notes=problems)
     analysis = analyze(found.records, found.members)
     groups = group_stacks(found.stacks) if stacks else []
     findings = [*analysis.findings, *odd_ones(groups)]

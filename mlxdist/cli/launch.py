@@ -20,7 +20,7 @@ from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from mlxdist.launch.plan import LaunchPlan
-from mlxdist.launch.run import Watch, run
+from mlxdist.launch.run import StallWatcher, run
 from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 
@@ -102,8 +102,8 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
     os._exit(status)
 
 
-def _watch(plan: LaunchPlan) -> Watch | None:
-    """What finds a job that stands still, for --stall-timeout."""
+def _watch(plan: LaunchPlan) -> StallWatcher | None:
+    """Returns the class that finds a job which stands still; None without --stall-timeout."""
     if plan.options.stall_timeout is None:
         return None
     if plan.nodes is not None or plan.backend.name != "mlxdist":

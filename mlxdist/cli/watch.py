@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 
 import click
 from rich.console import Console
@@ -16,38 +17,21 @@ from mlxdist.launch.job_name import JOB_NAME
 
 __all__ = ["watch"]
 
-_SECONDS = click.FloatRange(0.1, 1e6)
+_seconds = partial(click.option, type=click.FloatRange(0.1, 1e6), show_default=True, metavar="SECONDS")
 _STYLES = {"failed": "bold red", "stalled": "bold red", "silent": "red", "straggler": "yellow", "slow": "yellow"}
 
 
 @click.command()
 @click.argument("job", required=False, type=JOB_NAME)
 @host_options
-@click.option("--interval", type=_SECONDS, default=2.0, show_default=True, metavar="SECONDS", help="Between two looks.")
-@click.option(
-    "--straggler-after",
-    "straggler",
-    type=_SECONDS,
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long others wait for a rank until it is a straggler.",
+@_seconds("--interval", default=2.0, help="Between two looks.")
+@_seconds(
+    "--straggler-after", "straggler", default=10.0, help="How long others wait for a rank until it is a straggler."
 )
-@click.option(
-    "--stall-after",
-    "stall",
-    type=_SECONDS,
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long no rank goes on until the job is stalled.",
-)
-@click.option(
+@_seconds("--stall-after", "stall", default=120.0, help="How long no rank goes on until the job is stalled.")
+@_seconds(
     "--quiet",
-    type=_SECONDS,
     default=30.0,
-    show_default=True,
-    metavar="SECONDS",
     help="How long something is away until it is over; how long a rank does not respond until it is silent.",
 )
 @click.option("--on-event", "target", metavar="CMD", help="Also run CMD with each event, or POST it to a URL.")

@@ -85,19 +85,19 @@ class EventHook:
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
             data = json.dumps(asdict(event)).encode()
-            problem = _post(self._target, data) if is_url(self._target) else _run(self._target, data)
+            problem = _post(self._target, data) if _is_url(self._target) else _run(self._target, data)
             if problem:
                 self._say(f"--on-event {self._target}: {problem}, on {event.event!r}")
 
 
-def is_url(target: str) -> bool:
+def _is_url(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
 def _check(target: str) -> None:
     if not target.strip():
         raise InvalidArgument("--on-event is empty; give a command, or a URL")
-    if is_url(target):
+    if _is_url(target):
         from urllib.parse import urlsplit
 
         try:

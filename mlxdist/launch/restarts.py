@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .jobs import JobDirectory
     from .wakeup import Wakeup
 
-__all__ = ["Follower", "name_of_start", "run_with_restarts"]
+__all__ = ["Follower", "beginning_of_restarts", "name_of_start", "run_with_restarts"]
 
 # Seconds before the first restart, and twice as long before each that follows: whatever has just killed a rank, a
 # machine without memory or a full disk, often needs a moment to recover.
@@ -62,6 +62,11 @@ class Follower(Protocol):
 
 def name_of_start(name: str, restart: int) -> str:
     return f"{name}-{restart}" if restart else name
+
+
+def beginning_of_restarts(name: str) -> str:
+    """The beginning that the names of a job's restarts have, whichever of its starts has ``name``."""
+    return f"{name.partition('-')[0]}-"
 
 
 def run_with_restarts(

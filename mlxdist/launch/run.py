@@ -34,10 +34,10 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
     from .job_events import LauncherEvents
     from .remote import RemoteRank
 
-__all__ = ["Watch", "run"]
+__all__ = ["StallWatcher", "run"]
 
 
-class Watch(Protocol):
+class StallWatcher(Protocol):
     """Makes a context manager that watches a start of the job."""
 
     def __call__(
@@ -47,7 +47,7 @@ class Watch(Protocol):
         the ranks do has been given to ``say``."""
 
 
-def run(plan: LaunchPlan, follower: Follower | None = None, watch: Watch | None = None) -> int:
+def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher | None = None) -> int:
     """Returns the exit status. ``watch``: for --stall-timeout.
 
     Raises:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from mlxdist.base.errors import name_ranks
 
-from .exit_status import TOO_LATE, Ending, describe
+from .exit_status import TOO_LATE, Ending, FirstFailure, describe
 from .output import Output
 from .reaper import LOST_DOMAINS
 from .wakeup import Wakeup
@@ -71,6 +71,7 @@ class Supervisor:
         self._running: dict[int, Rank] = {}
         self._names: dict[int, str] = {}
         self._statuses: dict[int, int] = {}
+        self._noted: FirstFailure | None = None  # by the ranks, once all have ended
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
         self._left_after: dict[int, str] = {}  # what had been sent when a rank ended
         self._interrupted_by: signal.Signals | None = None
@@ -110,10 +111,10 @@ class Supervisor:
             self._press()
         # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
+        self._noted = self._job.first_failed()  # which the end of the job removes
         status, clauses = self._verdict()
-        noted = self._job.first_failed()  # which the end of the job removes
         first = self._first_failure()[0] if self._failed else None
-        step = noted.step if noted is not None and noted.rank == first else None
+        step = self._noted.step if self._noted is not None and self._noted.rank == first else None
         text = "; ".join(clauses) + self._lost_domains()
         if status == 0:
             self._job.remove_recordings()
@@ -281,8 +282,7 @@ class Supervisor:
 
     def _first_failure(self) -> tuple[int, float]:
         """The rank that failed first, by the ranks' notes: cause and consequence end within ms, in any order."""
-        noted = self._job.first_failed()
-        rank = noted.rank if noted is not None else None
+        rank = self._noted.rank if self._noted is not None else None
         return next((failure for failure in self._failed if failure[0] == rank), self._failed[0])
 
     def _fates(self, besides: int | None) -> list[str]:

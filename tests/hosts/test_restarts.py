@@ -69,13 +69,18 @@ def test_only_a_failure_alike_is_a_repeated_one(note):
     first = Ending(3, "", True, rank=noted.rank, step=noted.step)
     others = [replace(first, rank=2), replace(first, status=4), replace(first, step=8), replace(first, step=0)]
     for endings, starts in [([first] * 5, 2 if noted.step else 5), *(([first, other], 2) for other in others)]:
-        begun = []
-        run_with_restarts(
-            "job", lambda n, e=endings: begun.append(n) or e[n], len(endings) - 1, Impatient(), print, None
-        )
-        assert len(begun) == starts
-    zero = replace(first, step=0)
-    assert run_with_restarts("job", lambda n: zero, 2, Impatient(), print, None) == 3
+        assert starts_of(endings) == starts
+    assert starts_of([replace(first, step=0)] * 3) == 3
+
+
+def starts_of(endings):
+    """Returns how often a job is started whose starts end so."""
+    begun = []
+    status = run_with_restarts(
+        "job", lambda n: begun.append(n) or endings[n], len(endings) - 1, Impatient(), print, None
+    )
+    assert status == endings[len(begun) - 1].status
+    return len(begun)
 
 
 class Impatient:

@@ -23,6 +23,7 @@ from mlxdist.runtime.diagnostics.flight_records import (
 from mlxdist.runtime.diagnostics.stacks import read_stack_file
 from mlxdist.runtime.observation.stack_groups import StackGroup, group_stacks, odd_ones
 from mlxdist.runtime.observation.stragglers import analyze
+from mlxdist.tools.observe.collect import Collected
 from mlxdist.tools.observe.trace import trace
 
 SCRIPT = Path(__file__).parents[1] / "rank_scripts" / "flight.py"
@@ -252,6 +253,14 @@ def test_equal_stacks_are_shown_once_and_the_odd_one_is_named():
 @pytest.mark.parametrize("stacks", [[STEP, LOAD], [STEP, STEP], [STEP, STEP, LOAD, LOAD], [STEP], []])
 def test_without_a_majority_no_rank_is_odd(stacks):
     assert odd_ones(group_stacks({rank: {"MainThread": calls} for rank, calls in enumerate(stacks)})) == []
+
+
+def test_stacks_that_faulthandler_has_written_are_newer_than_the_record(tmp_path):
+    found = dumps(tmp_path, *(record(rank, stacks={"MainThread": STEP}) for rank in range(2)))
+    assert Collected(found, written={1: {"MainThread": LOAD}}).stacks == {
+        0: {"MainThread": STEP},
+        1: {"MainThread": LOAD},
+    }
 
 
 def test_the_stacks_of_a_process_that_holds_the_gil(tmp_path):

@@ -35,7 +35,7 @@ _HANDLER = re.compile(r".*/mlxdist/runtime/signals\.py:\d+ _do_nothing")  # of S
 
 
 def program_frames() -> dict[str, FrameType]:
-    """Where each thread of the program is, by its name, the main thread first; not the threads of mlxdist."""
+    """Returns the frame of each thread of the program, by its name, the main thread first; none of mlxdist's own."""
     frames, main = sys._current_frames(), threading.main_thread()
     found: dict[str, FrameType] = {}
     for thread in sorted(threading.enumerate(), key=lambda thread: thread is not main):

@@ -8,7 +8,8 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """For how long no rank of a job has gone on: begun or ended an operation, moved a byte, or come to another step.
+    """Counts for how long no rank of a job has gone on: begun or ended an operation, moved a byte, or come to another
+    step.
 
     Args:
         now: the time, in seconds, from which on is counted where no rank has responded yet.

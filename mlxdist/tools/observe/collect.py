@@ -47,17 +47,22 @@ _MAX_TEXT = 4096
 @dataclass
 class Collected:
     """Records of a job. ``members``: rank 0's status of each rank; empty if it does not respond. ``short``: the ranks
-    that lack a full record. ``stacks``: of each rank that has responded, or that faulthandler has written. ``notes``:
+    that lack a full record. ``written``: the stacks that faulthandler has written of ranks that could not. ``notes``:
     the missing records, with reasons. ``ended``: whether the job has ended. ``unreachable``: whether a host has not
     responded."""
 
     records: dict[int, FlightRecord] = field(default_factory=dict)
     members: dict[int, PeerStatus] = field(default_factory=dict)
     short: set[int] = field(default_factory=set)
-    stacks: dict[int, Stacks] = field(default_factory=dict)
+    written: dict[int, Stacks] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ended: bool = True
     unreachable: bool = False
+
+    @property
+    def stacks(self) -> dict[int, Stacks]:
+        """The stacks of each rank. Where faulthandler has written them, the record of that rank is an older one."""
+        return {rank: record.stacks for rank, record in self.records.items() if record.stacks} | self.written
 
 
 class JobRanks:
@@ -119,7 +124,7 @@ class JobRanks:
         found.ended = found.ended and fields["ended"]
         found.notes += [prefix + note for note in fields["notes"]]
         found.members |= {member.rank: member for member in fields["members"]}
-        found.stacks |= {written.rank: written.threads for written in fields["stacks"]}
+        found.written |= {written.rank: written.threads for written in fields["stacks"]}
         for value in fields["records"]:
             try:
                 record = check_record(value, host or "a rank")
@@ -128,8 +133,6 @@ class JobRanks:
                 continue
             is_new = record.rank not in found.records and all(record.size == r.size for r in found.records.values())
             if record.job == self.job and is_new:
-                if record.stacks:
-                    found.stacks[record.rank] = record.stacks
                 found.records[record.rank] = replace(record, wall_ns=max(0, record.wall_ns - ahead))
 
 

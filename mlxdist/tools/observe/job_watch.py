@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.event_hook import Event
+from mlxdist.launch.restarts import beginning_of_restarts
 from mlxdist.runtime.observation.progress import Progress
 from mlxdist.runtime.observation.view import Viewer
 
@@ -51,7 +52,7 @@ class JobWatch:
             except (InvalidArgument, ResourceError):
                 if not last:
                     raise
-            job = f"{last.partition('-')[0]}-"
+            job = beginning_of_restarts(last)
             time.sleep(self._interval)
 
     def _of(self, ranks: JobRanks) -> Iterator[Event]:

@@ -4,8 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-
 from mlxdist.base.errors import Error
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.runtime.observation.progress import Progress
@@ -20,7 +18,6 @@ __all__ = ["StallWatch"]
 _RESPONSE_SECONDS = 2.0  # for the ranks, which are asked again soon
 _STACK_SECONDS = 5.0
 _MIN_PAUSE, _MAX_PAUSE = 0.2, 5.0
-_WIDTH = 120
 
 
 class StallWatch:
@@ -70,13 +67,10 @@ class StallWatch:
 
 
 def _report(found: Collected, seconds: float) -> str:
-    """What the ranks do, and where their threads are."""
+    """Says what the ranks do, and where their threads are."""
     groups = group_stacks(found.stacks)
     findings = analyze(found.records, found.members).findings if found.records else []
     lines = [f"no rank has gone on for {seconds:g} s.", *findings, *odd_ones(groups), *found.notes]
     if groups:
-        console = Console(width=_WIDTH, no_color=True, highlight=False)
-        with console.capture() as captured:
-            console.print(stack_text(groups), soft_wrap=True)
-        lines.append(captured.get().rstrip())
+        lines.append(stack_text(groups).plain)
     return "\n".join(lines)

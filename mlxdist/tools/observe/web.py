@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.launch.restarts import beginning_of_restarts
 from mlxdist.serve.application import checked
 from mlxdist.serve.cluster import cluster_route, cluster_view, without_ranks
 from mlxdist.serve.http_options import HttpOptions
@@ -92,6 +93,6 @@ class JobPage:
         if not view.ended:
             return without_ranks(self._last, "; ".join(["the ranks do not respond", *view.notes]))
         self._ranks.close()
-        self._watch, self._job = None, f"{view.job.partition('-')[0]}-"  # restarts have numbers behind it
+        self._watch, self._job = None, beginning_of_restarts(view.job)  # restarts have numbers behind it
         self._ended = self._ended or f"job {view.job} has ended"
         return without_ranks(self._last, self._ended)
