@@ -40,6 +40,7 @@ from .preflight import RowCounts, check_folders, check_settings, check_tokens, c
 from .report import Report, is_due
 from .router_balance import RouterBalance
 from .rows import Dataset
+from .saves import Saves
 from .seeds import Seeds
 from .throughput import Throughput
 from .value_and_grad import value_and_grad
@@ -133,6 +134,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
             show(config, counts, model, optimizer, mesh)
             return TrainResult(batches.step)
         control = stack.enter_context(_control(config, mesh))
+        saves = Saves(checkpoints, state, mesh.group)
         report = stack.enter_context(Report(config, batches.step, mesh.group))
         every = config.control.nan_guard_every
         nan_guard = stack.enter_context(NanGuard(model, every, group=mesh.group)) if every else None
@@ -147,7 +149,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
         while batches.step < config.steps:
             decision = control.decide(batches.step, loss)
             if decision.save:
-                checkpoints.save(batches.step, state)
+                saves.save(batches.step, is_last=decision.stop)
             if stopped := decision.stop:
                 break
             iteration, before = (step * micro_batches for step in (batches.step, batches.before(batches.step)))
@@ -176,7 +178,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
             report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
         if not stopped:
             validate()
-            checkpoints.save(batches.step, state)
+            saves.save(batches.step, is_last=True)
             output = save_trained(config, model, checkpoints, mesh)
     return TrainResult(batches.step, math.nan if loss is None else loss, validation_loss, output)
 

@@ -21,7 +21,9 @@ from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import Checkpoints, fully_shard
 from mlxdist.train.checkpoint import checkpoints as module
 from mlxdist.train.checkpoint import saving
+from mlxdist.train.checkpoint.directory import remove
 from mlxdist.train.checkpoint.reading import Reader
+from mlxdist.train.saves import Saves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -254,6 +256,44 @@ def a_disk_is_full() -> None:
     assert checkpoints.latest() == 1 and not written(2, directory / "full")
     checkpoints.save(3, tree, own=own)
     assert checkpoints.latest() == 3
+
+
+def too_little_room() -> None:
+    """On a disk of 1 MiB that both ranks share, with inodes for two checkpoints and a half: an error on all ranks
+    before anything is written. Half a disk of each rank fits alone."""
+    checkpoints, tree = Checkpoints(directory), {"w": mx.ones(1000)}
+    large, small = ({"r": mx.full(count, float(rank))} for count in (150_000, 100))
+    words = rf"step 1 needs 1.1\d MiB in {directory} of ranks 0 and 1, whose disk has .* KiB left; nothing was written"
+    refuses(lambda: checkpoints.save(1, tree, own=large), words, mlxdist.ResourceError)
+    assert not list(directory.glob("step-*"))
+    for step in (1, 2):
+        checkpoints.save(step, tree, own=small)
+    words = rf"step 3 needs 4 inodes in {directory} of ranks 0 and 1, whose disk has 2 left; nothing was written"
+    refuses(lambda: checkpoints.save(3, tree, own=small), words, mlxdist.ResourceError)
+    assert checkpoints.latest() == 2 and not (directory / "step-00000003").exists()
+    mlxdist.barrier()
+    if rank == 0:
+        remove(directory / "step-00000001")
+        remove(directory / "step-00000002")
+    mlxdist.barrier()
+    checkpoints.save(3, tree, own=small)
+    assert checkpoints.latest() == 3
+
+
+def a_training_goes_on() -> None:
+    """Past one save that has failed, and not past two in a row, or the last one."""
+    with Checkpoints(directory, keep=1) as checkpoints:
+        checkpoints.load({"w": mx.zeros(0)})
+        state, small, large = {}, mx.ones(1000), mx.ones(400_000)
+        saves = Saves(checkpoints, state, group)
+        for step, state["w"] in enumerate((small, large, small, small, large), 4):
+            saves.save(step, is_last=False)
+        assert checkpoints.latest() == 7
+        with pytest.raises(mlxdist.ResourceError, match="step 9 needs"):
+            saves.save(9, is_last=False)
+        with pytest.raises(mlxdist.ResourceError, match="step 9 needs"):
+            Saves(checkpoints, state, group).save(9, is_last=True)
+        assert checkpoints.latest() == 7
 
 
 def a_flipped_bit() -> None:

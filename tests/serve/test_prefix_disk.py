@@ -4,8 +4,6 @@ is damaged or foreign."""
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import ArraysCache, KVCache
 from serving import ServerProcess, save_adapters, save_model_folder
+from small_disk import small_disk
 from waiting import wait_for
 
 import mlxdist
@@ -332,47 +331,23 @@ def test_a_killed_server_has_what_was_written(model, tmp_path):
     assert again == texts and all(cached)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a file system of 1 MiB, and the words before a command that sees it there."""
-    if sys.platform != "linux" or not shutil.which("nsenter"):
-        pytest.skip("there is no nsenter, of Linux: apt-get install util-linux")
-    script = f"mount -t tmpfs -o size=1m small {tmp_path} && echo mounted && exec sleep infinity"
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
-        try:
-            if holder.stdout.readline() != "mounted\n":
-                pytest.skip(f"this machine allows no file system in a namespace: {holder.stderr.readline().strip()}")
-            enter = [
-                "nsenter",
-                "--user",
-                "--mount",
-                "--preserve-credentials",
-                f"--target={holder.pid}",
-                f"--wd={os.getcwd()}",
-            ]
-            yield tmp_path, enter
-        finally:
-            holder.kill()
-
-
 @pytest.mark.long
-def test_a_file_system_that_is_full(model, small_disk):
+def test_a_file_system_that_is_full(model, tmp_path):
     """It becomes full while a server writes, which goes on. What is whole is used by the next one, where it is full."""
-    folder, prefix = small_disk
     prompts = [f"{number} is the number of a question" + " that goes on and on" * 15 for number in range(8)]
     loaded = load(str(model))
     expected = ["".join(each.text for each in stream_generate(*loaded, prompt, max_tokens=6)) for prompt in prompts]
-    for run_number in range(2):
-        with ServerProcess(model, 1, "--prompt-cache-dir", folder, prefix=prefix) as server:
-            found = [server.ask({"prompt": prompt, "max_tokens": 6}) for prompt in prompts]
-            assert wait_for(lambda: "No space left on device" in "".join(server.lines))
-            found += [server.ask({"prompt": prompt, "max_tokens": 6}) for prompt in prompts]
-            assert server.stop() == 0, "".join(server.lines)
-        texts = [each["choices"][0]["text"].rstrip("\ufffd") for each in found]
-        assert texts == 2 * [text.rstrip("\ufffd") for text in expected]
-        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for each in found]
-        assert all(cached[8:]) and (0 < sum(cached[:8]) < 8 if run_number else not any(cached[:8]))
+    with small_disk(tmp_path, "size=1m") as prefix:
+        for run_number in range(2):
+            with ServerProcess(model, 1, "--prompt-cache-dir", tmp_path, prefix=prefix) as server:
+                found = [server.ask({"prompt": prompt, "max_tokens": 6}) for prompt in prompts]
+                assert wait_for(lambda: "No space left on device" in "".join(server.lines))
+                found += [server.ask({"prompt": prompt, "max_tokens": 6}) for prompt in prompts]
+                assert server.stop() == 0, "".join(server.lines)
+            texts = [each["choices"][0]["text"].rstrip("\ufffd") for each in found]
+            assert texts == 2 * [text.rstrip("\ufffd") for text in expected]
+            cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for each in found]
+            assert all(cached[8:]) and (0 < sum(cached[:8]) < 8 if run_number else not any(cached[:8]))
 
 
 def test_a_directory_that_cannot_be_used_is_an_error_at_the_start(model, tmp_path):

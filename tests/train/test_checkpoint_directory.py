@@ -83,5 +83,5 @@ def test_a_full_disk_is_an_error_of_the_next_save(tmp_path):
     (tmp_path / "full.py").write_text(FULL)
     said = subprocess.run([sys.executable, tmp_path / "full.py", tmp_path], capture_output=True, text=True, timeout=60)
     assert "rank-0-of-1-" in said.stdout and "could not be written" in said.stdout, said.stderr
-    assert "step 2 is not saved; the next save raises" in said.stderr
+    assert "step 2 is not saved: Checkpoints.save" in said.stderr
     assert said.stdout.endswith("\n3\n") and there(tmp_path) == [1, 3]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from launching import LAUNCH, RANK_SCRIPTS
+from small_disk import small_disk
 
 SCRIPT = "checkpoints.py"
 
@@ -56,6 +58,16 @@ def test_failures_of_one_rank(run_ranks, tmp_path):
     names = ["failures", "a_disk_is_full", "a_flipped_bit", "training_goes_on"]
     for output in run_ranks(SCRIPT, 2, tmp_path, *names):
         assert output.endswith("done\n")
+
+
+def test_too_little_room(tmp_path):
+    """And a training goes on past one save that does not fit."""
+    with small_disk(tmp_path, "size=1m,nr_inodes=12") as prefix:
+        names = ["too_little_room", "a_training_goes_on"]
+        command = [*prefix, *LAUNCH, "-n", "2", "--", sys.executable, RANK_SCRIPTS / SCRIPT, tmp_path, *names]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert job.returncode == 0 and job.stdout.count("done") == 2, job.stderr
+    assert job.stderr.count("the training goes on, and ends if the next save fails, too: Checkpoints.save: step") == 2
 
 
 @pytest.mark.long

@@ -35,7 +35,8 @@ from .files import Snapshot, Unusable, take_snapshots
 from .manifest import Manifest, stored
 from .ranks import each, gather, together
 from .resharding import match
-from .saving import SavePlan, make_plan, require_equal, write
+from .room import require_room
+from .saving import SavePlan, make_plan, require_equal, sizes_to_write, write
 from .state import State, collect, put_back
 
 __all__ = ["Checkpoints"]
@@ -126,8 +127,9 @@ class Checkpoints:
             InvalidArgument: on all ranks alike: in the tree is something else, or nothing; ranks have different values
                 where they should be equal; ``step`` is no such number; the directory has a later checkpoint, or one of
                 another run that has not been loaded with ``other_run=True``; or another job saves there.
-            ResourceError: on all ranks alike: the save before could not be written, for example because a disk is full,
-                or the directory cannot be. The next save tries again.
+            ResourceError: on all ranks alike: this checkpoint does not fit on the disks, by the bytes or the inodes
+                that are left: nothing is written then; the save before could not be written; or the directory cannot
+                be. The next save tries again.
         """
         self.wait()
         state, number = State(), 0
@@ -164,6 +166,9 @@ class Checkpoints:
             values=values,
             kinds=state.kinds,
         )
+        path = layout.step_directory(self._directory, number)
+        sizes = lambda: sizes_to_write(path, tensors, manifest, plan, self._group.rank(), self._is_lead)
+        require_room(self._directory, number, sizes, self._disks, self._group)
         arguments = (answers[0][2], tensors, manifest, plan)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mlxdist-checkpoint")
         self._thread.start()
@@ -328,7 +333,7 @@ class Checkpoints:
         except Exception as error:  # for the program, which is elsewhere
             self._failure = error
             if self._group.rank() == 0:
-                logger.warn("failure", f"step {manifest.step} is not saved; the next save raises: {error}")
+                logger.warn("failure", f"step {manifest.step} is not saved: {error}")
 
     def _kept(self, steps: list[int]) -> set[int]:
         return {*steps[-self._keep :], *(step for step in steps if self._keep_every and step % self._keep_every == 0)}

@@ -24,6 +24,7 @@ __all__ = [
     "Unusable",
     "crc32_of",
     "dtype_name",
+    "size_of_tensors",
     "sync",
     "take_snapshots",
     "write_synced",
@@ -100,18 +101,16 @@ def take_snapshots(arrays: Mapping[str, mx.array]) -> dict[str, Snapshot]:
     }
 
 
+def size_of_tensors(tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> int:
+    """The size of the file that :func:`write_tensors` writes."""
+    return len(_header(tensors, metadata)) + sum(len(data) for _, _, data in tensors.values())
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> tuple[int, str]:
     """Writes a file. Returns its size and its CRC-32. Raises OSError: not all of it could be written."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # data begins at a multiple of 8 bytes
     crc = size = 0
     with path.open("xb", buffering=0) as file:
-        for part in (memoryview(len(text).to_bytes(8, "little") + text), *(data for _, _, data in tensors.values())):
+        for part in (memoryview(_header(tensors, metadata)), *(data for _, _, data in tensors.values())):
             for chunk in _chunks(part):
                 crc = zlib.crc32(chunk, crc)
                 while chunk:
@@ -156,6 +155,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _header(tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file, before the data of its first tensor."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 def _chunks(data: memoryview) -> Iterator[memoryview]:

@@ -14,15 +14,16 @@ from mlxdist.nn.layout.cut import Cut
 from mlxdist.runtime.group.group import Group
 
 from .directory import file_name
-from .files import Snapshot, dtype_name, sync, write_tensors
+from .files import Snapshot, dtype_name, size_of_tensors, sync, write_tensors
 from .manifest import Array, File, Manifest, cut_from_json, cut_to_json, stored
 from .ranks import gather, together
 from .state import State
 
-__all__ = ["SavePlan", "make_plan", "require_equal", "write"]
+__all__ = ["SavePlan", "make_plan", "require_equal", "sizes_to_write", "write"]
 
 _ALL_BYTES = 4096  # of an array of which all bytes are compared over the ranks; else of its beginning and its end
 _SAMPLE_BYTES = 256
+_MAX_FILE_BYTES = 200  # of what the manifest says about a file
 
 
 @dataclass
@@ -104,6 +105,20 @@ def require_equal(plan: SavePlan, state: State, snapshots: Mapping[str, Snapshot
     return values
 
 
+def sizes_to_write(
+    directory: Path, tensors: Mapping[str, Snapshot], manifest: Manifest, plan: SavePlan, rank: int, is_lead: bool
+) -> list[int]:
+    """The sizes of the files and directories that :func:`write` makes on ``rank``; that of the manifest, whose sums are
+    not known yet, at most."""
+    sizes = []
+    if rank in plan.writers:
+        sizes.append(size_of_tensors(tensors, _metadata(manifest)))
+    if is_lead:
+        sizes.append(len(manifest.to_text()) + _MAX_FILE_BYTES * len(plan.writers))
+        sizes += [] if directory.is_dir() else [1]
+    return sizes
+
+
 def write(
     directory: Path,
     token: str,
@@ -130,7 +145,7 @@ def write(
         directory.mkdir(parents=True, exist_ok=True)
         if group.rank() not in plan.writers:
             return None
-        written = write_tensors(path, tensors, {"mlxdist_step": str(manifest.step), "mlxdist_run": manifest.run})
+        written = write_tensors(path, tensors, _metadata(manifest))
         sync(directory)
         return written
 
@@ -155,6 +170,10 @@ def write(
     # Only now: a directory with a manifest is a checkpoint, so the files of all ranks must be on the disk before.
     together(_on_disk(write_manifest, directory), group)
     together(_on_disk(remove, directory.parent), group)
+
+
+def _metadata(manifest: Manifest) -> dict[str, str]:
+    return {"mlxdist_step": str(manifest.step), "mlxdist_run": manifest.run}
 
 
 def _on_disk(function: Callable[[], Any], path: Path) -> Callable[[], Any]:
