@@ -146,12 +146,14 @@ class PrecisionConfig(_Settings):
 class CheckpointConfig(_Settings):
     """``[checkpoints]``: what a restart goes on from; see :class:`mlxdist.train.Checkpoints`.
 
-    ``keep_every``: steps; 0 for none. ``allow_changes``: what may be another than in the checkpoint, of ``CHANGES``.
+    ``every``, ``keep_every``: steps; 0 for none. ``every_minutes``: beside ``every``; 0 for none. ``allow_changes``:
+    what may be another than in the checkpoint, of ``CHANGES``.
     """
 
     _table = "checkpoints"
     directory: str = checked(_path, "checkpoints")
-    every: int = checked(_count, 100)
+    every: int = checked(number(0, 2**31 - 1), 100)
+    every_minutes: float = checked(positive(1e6), 0.0)
     keep: int = checked(_count, 2)
     keep_every: int = checked(number(0, 2**31 - 1), 0)
     resume: bool = checked(flag, False)

@@ -43,7 +43,7 @@ class Decision:
         step: the number of steps that are done.
         stop: leave the loop, and exit with status 0.
         save: save a checkpoint first.
-        reason: why, in words; empty for neither, and for a checkpoint of ``save_every``.
+        reason: why, in words; empty for neither, and for a checkpoint that is due.
         alarm: the text of the loss alarm; empty for none.
         loss: the mean of the losses that ranks have reported; NaN for none.
     """
@@ -94,7 +94,8 @@ class Control:
     - ``max_seconds`` have passed, or ``end_at`` is less than ``end_margin`` seconds away.
     - the memory of one rank's host, or that of its device, is full.
 
-    They save when the file ``save_switch`` is there, which rank 0 then removes, and after each ``save_every`` steps.
+    They save when the file ``save_switch`` is there, which rank 0 then removes, after each ``save_every`` steps, and
+    when ``save_every_seconds`` have passed since their last decision to save, or since the first call of ``decide``.
     Files and times are those of rank 0, which also writes each decision to the standard error.
 
     Args:
@@ -102,6 +103,7 @@ class Control:
             ``decide``, with the same arguments.
         kill_switch, save_switch: names of files.
         save_every: steps.
+        save_every_seconds: at the end of a step; beside ``save_every``, or in place of it.
         max_seconds: from this call on.
         end_at: seconds since 1970. By default the end of the SLURM job, where SLURM says it (SLURM_JOB_END_TIME).
         end_margin: seconds for the last step and its checkpoint.
@@ -128,6 +130,7 @@ class Control:
         kill_switch: str | os.PathLike[str] | None = None,
         save_switch: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
+        save_every_seconds: float | None = None,
         max_seconds: float | None = None,
         end_at: float | None = None,
         end_margin: float = 120.0,
@@ -140,13 +143,18 @@ class Control:
         group = group_of(group)
         self._received = 0
         with agreed(
-            "Control", group, kill_switch, save_switch, save_every, max_seconds, end_at, end_margin, max_host_memory,
-            min_device_memory, memory_every, [int(number) for number in signals], loss_alarm,
+            "Control", group, kill_switch, save_switch, save_every, save_every_seconds, max_seconds, end_at, end_margin,
+            max_host_memory, min_device_memory, memory_every, [int(number) for number in signals], loss_alarm,
         ):  # fmt: skip
             for name, value in {"save_every": save_every, "memory_every": memory_every}.items():
                 if value is not None and (type(value) is not int or value < 1):
                     raise InvalidArgument(f"Control: {name} is {value!r}, not a number of steps from 1")
-            for name, seconds in {"max_seconds": max_seconds, "end_at": end_at, "end_margin": end_margin}.items():
+            for name, seconds in {
+                "save_every_seconds": save_every_seconds,
+                "max_seconds": max_seconds,
+                "end_at": end_at,
+                "end_margin": end_margin,
+            }.items():
                 if seconds is not None and not 0 <= _number(seconds) < math.inf:
                     raise InvalidArgument(f"Control: {name} is {seconds!r}, not a number of seconds from 0")
             self._end_at = _end_of_slurm() if end_at is None and group.rank() == 0 else end_at
@@ -154,12 +162,13 @@ class Control:
             self._save_switch = None if save_switch is None else Path(save_switch).expanduser().absolute()
             self._memory = MemoryLimits(max_host_memory, min_device_memory)
             _require_signals(signals)
-        self._save_every, self._memory_every = save_every, memory_every
+        self._save_every, self._save_every_seconds, self._memory_every = save_every, save_every_seconds, memory_every
         self._max_seconds, self._end_margin = max_seconds, end_margin
         self._loss_alarm = loss_alarm
         self._started = time.monotonic()
         self._calls = 0
         self._saved: int | None = None  # the step of the last checkpoint, or the first one
+        self._saved_at = 0.0  # when that was, in seconds of rank 0
         self._last: Decision | None = None  # that to stop
         own = group.split(0, group.rank())
         assert own is not None  # the color is not negative
@@ -186,9 +195,12 @@ class Control:
         self._calls += 1
         reports = _Report(*all_gather(np.array([report], np.float64), group=self.group).T)
         _check(reports, problem)
-        self._saved = step if self._saved is None else self._saved
+        elapsed = float(reports.elapsed[0])
+        if self._saved is None:
+            self._saved, self._saved_at = step, elapsed
         decision = self._decision(step, reports)
-        self._saved = step if decision.save else self._saved
+        if decision.save:
+            self._saved, self._saved_at = step, elapsed
         self._last = decision if decision.stop else None
         if self.group.rank() == 0:
             self._announce(decision)
@@ -255,14 +267,19 @@ class Control:
         if save:
             why.append(f"the save switch {self._save_switch} is there")
         if step != self._saved:
-            # Not where it divides the step: steps are left out (Batches.skip_steps).
-            save |= stop or (
-                self._save_every is not None and step // self._save_every > (self._saved or 0) // self._save_every
-            )
+            save |= stop or self._is_save_due(step, elapsed)
         losses = reports.loss[reports.has_loss > 0].tolist()
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) and losses else math.nan
         alarm = self._loss_alarm.observe(step, loss) if self._loss_alarm is not None and losses else ""
         return Decision(step, stop, save, "; ".join(why), alarm, loss)
+
+    def _is_save_due(self, step: int, elapsed: float) -> bool:
+        """Whether a checkpoint is due by steps or by the time of rank 0, ``elapsed``."""
+        # Not where it divides the step: steps are left out (Batches.skip_steps).
+        every = self._save_every
+        by_steps = every is not None and step // every > (self._saved or 0) // every
+        seconds = self._save_every_seconds
+        return by_steps or (seconds is not None and elapsed - self._saved_at >= seconds)
 
     def _announce(self, decision: Decision) -> None:
         if decision.alarm:

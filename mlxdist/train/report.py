@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ class Report:
     def __init__(self, config: TrainConfig, step: int, group: Group) -> None:
         self._config, self._losses = config, list[float]()
         self._last = self._iteration(step)
+        self._reported_at, self._save_seconds = time.perf_counter(), 0.0  # and those since then
         self._callbacks: list[Any] = []
         with agreed("train", group):
             if group.rank() == 0:
@@ -135,7 +137,7 @@ class Report:
 
     def __enter__(self) -> "Report":
         self._bar.__enter__()
-        self._console.print(" iteration       loss   tokens/s   memory   comm.    MFU", style="bold")
+        self._console.print(" iteration       loss   tokens/s   memory   comm.    MFU  saves", style="bold")
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -152,13 +154,13 @@ class Report:
         self._losses.append(loss)
         if not is_due(iteration, before, self._config.steps_per_report) and step < self._config.steps:
             return
-        measured = throughput.report()
+        measured = throughput.report() | {"saving": self._share_of_saves()}
         mean = math.fsum(self._losses) / len(self._losses)
         self._losses.clear()
         mfu = f"{measured['mfu']:6.1%}" if "mfu" in measured else "     -"
         self._console.print(
             f"{iteration:10,} {mean:10.4f} {measured['tokens_per_second']:10,.0f} {measured['peak_memory']:6.2f}GB "
-            f"{measured['communication']:7.1%} {mfu}"
+            f"{measured['communication']:7.1%} {mfu} {measured['saving']:6.1%}"
         )
         info = {"iteration": iteration, "train_loss": mean, "learning_rate": learning_rate} | measured
         for callback in self._callbacks:
@@ -170,6 +172,17 @@ class Report:
         self._console.print(f"{iteration:10,} {loss:10.4f} of the validation, in {seconds:.1f} s", style="green")
         for callback in self._callbacks:
             callback.on_val_loss_report({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+
+    def saved(self, seconds: float) -> None:
+        """Takes in the seconds for which the loop has waited for a save."""
+        self._save_seconds += seconds
+
+    def _share_of_saves(self) -> float:
+        """The share of the time since the last report that the loop has waited for saves, on this rank."""
+        now = time.perf_counter()
+        share = self._save_seconds / (now - self._reported_at)
+        self._reported_at, self._save_seconds = now, 0.0
+        return share
 
     def _iteration(self, step: int) -> int:
         return step * self._config.grad_accumulation_steps

@@ -134,7 +134,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
             show(config, counts, model, optimizer, mesh)
             return TrainResult(batches.step)
         control = stack.enter_context(_control(config, mesh))
-        saves = Saves(checkpoints, state, mesh.group)
+        saves = Saves(checkpoints, state, settings, mesh.group)
         report = stack.enter_context(Report(config, batches.step, mesh.group))
         every = config.control.nan_guard_every
         nan_guard = stack.enter_context(NanGuard(model, every, group=mesh.group)) if every else None
@@ -149,7 +149,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
         while batches.step < config.steps:
             decision = control.decide(batches.step, loss)
             if decision.save:
-                saves.save(batches.step, is_last=decision.stop)
+                report.saved(saves.save(batches.step, is_last=decision.stop))
             if stopped := decision.stop:
                 break
             iteration, before = (step * micro_batches for step in (batches.step, batches.before(batches.step)))
@@ -178,7 +178,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
             report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
         if not stopped:
             validate()
-            saves.save(batches.step, is_last=True)
+            report.saved(saves.save(batches.step, is_last=True))
             output = save_trained(config, model, checkpoints, mesh)
     return TrainResult(batches.step, math.nan if loss is None else loss, validation_loss, output)
 
@@ -287,7 +287,8 @@ def _control(config: TrainConfig, mesh: Mesh) -> Control:
         group=mesh.group,
         kill_switch=settings.kill_file or None,
         save_switch=settings.save_file or None,
-        save_every=config.checkpoints.every,
+        save_every=config.checkpoints.every or None,
+        save_every_seconds=config.checkpoints.every_minutes * 60 or None,
         max_seconds=settings.hours * 3600 or None,
         max_host_memory=settings.memory_share or None,
         min_device_memory=int(settings.device_memory_gib * 2**30) or None,

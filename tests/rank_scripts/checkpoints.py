@@ -23,6 +23,7 @@ from mlxdist.train.checkpoint import checkpoints as module
 from mlxdist.train.checkpoint import saving
 from mlxdist.train.checkpoint.directory import remove
 from mlxdist.train.checkpoint.reading import Reader
+from mlxdist.train.config import CheckpointConfig
 from mlxdist.train.saves import Saves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -285,14 +286,14 @@ def a_training_goes_on() -> None:
     with Checkpoints(directory, keep=1) as checkpoints:
         checkpoints.load({"w": mx.zeros(0)})
         state, small, large = {}, mx.ones(1000), mx.ones(400_000)
-        saves = Saves(checkpoints, state, group)
+        saves = Saves(checkpoints, state, CheckpointConfig(), group)
         for step, state["w"] in enumerate((small, large, small, small, large), 4):
             saves.save(step, is_last=False)
         assert checkpoints.latest() == 7
         with pytest.raises(mlxdist.ResourceError, match="step 9 needs"):
             saves.save(9, is_last=False)
         with pytest.raises(mlxdist.ResourceError, match="step 9 needs"):
-            Saves(checkpoints, state, group).save(9, is_last=True)
+            Saves(checkpoints, state, CheckpointConfig(), group).save(9, is_last=True)
         assert checkpoints.latest() == 7
 
 

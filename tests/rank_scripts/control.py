@@ -113,6 +113,21 @@ def save_switch() -> None:
     assert saves == [4, 5, 7, 10], saves
 
 
+def saves_by_time() -> None:
+    """By the clock of rank 0 alone, since the save before; that one may be by steps."""
+    saves = []
+    passed = {3: 9000, 4: 6000, 6: 1000, 8: 3500, 9: 6000}  # seconds, before the decision
+    with train.Control(save_every=7, save_every_seconds=7200) as control:
+        for step in range(12):
+            control._started -= passed.get(step, 0) if rank == 0 else 50_000
+            decision = control.decide(step)
+            assert not decision.stop and not decision.reason
+            if decision.save:
+                saves.append(step)
+            mlxdist.all_sum(np.ones(10, np.float32))
+    assert saves == [3, 7, 9], saves
+
+
 def duration() -> None:
     with train.Control(max_seconds=0.5) as control:
         decision = run(control, 10_000, lambda step: late(0.01))
@@ -211,6 +226,7 @@ def wrong() -> None:
     rejected(lambda: train.Control(save_every=0 if own else 5), "save_every is 0")
     if size > 1:
         rejected(lambda: train.Control(save_every=5 + own), "disagree about the arguments", mlxdist.Mismatch)
+    rejected(lambda: train.Control(save_every_seconds=-1), "save_every_seconds is -1")
     rejected(lambda: train.Control(max_host_memory=95), "max_host_memory is 95")
     rejected(lambda: train.Control(min_device_memory=1.5), "min_device_memory is 1.5")
     rejected(lambda: train.Control(end_at=float("nan")), "end_at is nan")

@@ -84,6 +84,11 @@ def test_a_save_switch_and_regular_saves(run_ranks, tmp_path, ranks):
     assert outputs[0].count(f"the save switch {tmp_path}/SAVE is there: the job saves a checkpoint\n") == 2
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
+def test_saves_by_time(run_ranks, ranks):
+    assert run_ranks("control.py", ranks, "saves_by_time") == ["done\n"] * ranks
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_kill_switch_stops_this_job_and_the_next_ones(run_ranks, tmp_path, ranks):

@@ -256,8 +256,13 @@ def test_float16_where_a_stage_has_nothing_to_train(folder, tmp_path, model, typ
 
 
 def test_what_it_leaves(folder, tmp_path):
-    """A model folder of mlx-lm, and output without colors or a bar in a pipe."""
-    output = run(tmp_path, 1, settings(folder, iters=4))
+    """A model folder of mlx-lm, checkpoints by time alone, and output without colors or a bar in a pipe."""
+    output = run(tmp_path, 1, settings(folder, "[checkpoints]\nevery = 0\nevery_minutes = 1e-6\nkeep = 9", iters=4))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-{step:08}" for step in range(1, 5)
+    ]
+    shares = losses(tmp_path, "saving")
+    assert shares[0] == 0 and all(0 < share < 1 for share in shares[1:]), "the first report comes before the first save"
     assert "\x1b" not in output
     assert "Using seed: 7" in output
     model, tokenizer = mlx_lm.load(str(tmp_path / "trained"))
