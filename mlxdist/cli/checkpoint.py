@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from rich.text import Text
 from mlxdist.base.user_path import UserPath
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import mlx.nn as nn
 
     from mlxdist.train.checkpoint.manifest import Manifest
@@ -88,17 +91,26 @@ def verify(directory: Path, step: int | None, as_json: bool) -> None:
 @click.argument("target", type=UserPath(path_type=Path))
 @click.option("--like", metavar="MODEL", help="The model folder with the config and tokenizer of what is in SOURCE.")
 @click.option("--name", default="model", show_default=True, help="Path of the model in the tree that is saved.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    help="Of the floating-point weights in TARGET.  [default: as in SOURCE]",
+)
 @STEP
 @JSON
-def convert(source: Path, target: Path, like: str | None, name: str, step: int | None, as_json: bool) -> None:
+def convert(
+    source: Path, target: Path, like: str | None, name: str, dtype: str | None, step: int | None, as_json: bool
+) -> None:
     """Make the model folder TARGET of mlx-lm from a checkpoint, or a checkpoint of step 0 from a model folder.
 
     \b
         mlxdist checkpoint convert checkpoints my-model --like Qwen/Qwen3-0.6B
+        mlxdist checkpoint convert checkpoints my-model --like Qwen/Qwen3-0.6B --dtype bfloat16
         mlxdist checkpoint convert my-model checkpoints
 
-    SOURCE is a model folder if it has a config.json. The model must fit into memory. Files without weights, such as
-    the tokenizer, are copied from MODEL. A program takes a checkpoint of step 0 with load(..., other_run=True).
+    SOURCE is a model folder if it has a config.json; it must fit into memory then. A checkpoint is read one array at a
+    time, its model alone, and what is written is compared. Files without weights, such as the tokenizer, are copied
+    from MODEL. A program takes a checkpoint of step 0 with load(..., other_run=True).
     """
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.train.model_folder import require_no_folder
@@ -107,13 +119,13 @@ def convert(source: Path, target: Path, like: str | None, name: str, step: int |
     if (source / "config.json").is_file():
         if like is not None or step is not None:
             raise InvalidArgument(f"{source} is a model folder, for which --like and --step have no meaning")
-        result = _to_checkpoint(source, target, name)
+        result = _to_checkpoint(source, target, name, dtype)
     elif like is None:
         raise InvalidArgument(
             f"{source} has no config.json; give --like MODEL, the folder of the model that was trained"
         )
     else:
-        result = _to_model(source, target, like, name, step)
+        result = _to_model(source, target, like, name, step, dtype)
     _echo(json.dumps(result) if as_json else f"{target}: step {result['step']}, {result['parameters']} parameters")
 
 
@@ -192,45 +204,40 @@ def _is_first_rank() -> bool:
     return mlxdist.init().rank() == 0
 
 
-def _to_checkpoint(source: Path, target: Path, name: str) -> dict[str, Any]:
-    from mlxdist.base.safetensors_reader import Checkpoint
-    from mlxdist.nn.models.load.weight_sources import open_model
-    from mlxdist.train.checkpoint import Checkpoints
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], object]]:
+    from mlxdist.base.byte_progress import byte_progress
 
-    open_model(Checkpoint(source))  # what is wrong with it, before anything is read
-    from mlx_lm.utils import load_model
+    with byte_progress(Console(stderr=True), shown=_is_first_rank()) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
-    model, _ = load_model(source, lazy=True)
-    with Checkpoints(target) as checkpoints:
-        checkpoints.save(0, _tree(name, model))
+
+def _to_checkpoint(source: Path, target: Path, name: str, dtype: str | None) -> dict[str, Any]:
+    from mlxdist.train.conversion import to_checkpoint
+
+    with _progress("reading the model") as on_progress:
+        model = to_checkpoint(source, target, name, dtype=_dtype(dtype), on_progress=on_progress)
     return _result(target, model, 0)
 
 
-def _to_model(source: Path, target: Path, like: str, name: str, step: int | None) -> dict[str, Any]:
-    from mlxdist.base.errors import InvalidArgument
+def _to_model(source: Path, target: Path, like: str, name: str, step: int | None, dtype: str | None) -> dict[str, Any]:
+    import mlxdist
     from mlxdist.base.model_directory import model_directory
-    from mlxdist.base.safetensors_reader import Checkpoint
-    from mlxdist.nn.models.load.weight_sources import open_model
-    from mlxdist.train.checkpoint import Checkpoints
+    from mlxdist.train.conversion import to_model_folder
 
-    base = model_directory(like)
-    model, _, _ = open_model(Checkpoint(base))
-    step = Checkpoints(source).load(_tree(name, model), step=step, other_run=True)
-    if step is None:
-        raise InvalidArgument(f"{source} has no checkpoint")
-    if _is_first_rank():
-        from mlxdist.train.model_folder import other_files, write_model_folder
-
-        write_model_folder(target, model, other_files(base))
-    return _result(target, model, step)
+    base, group = model_directory(like), mlxdist.init()
+    with _progress("writing the model") as on_progress:
+        found, model = to_model_folder(
+            source, target, base, name, group, step=step, dtype=_dtype(dtype), on_progress=on_progress
+        )
+    return _result(target, model, found)
 
 
-def _tree(name: str, model: nn.Module) -> dict[str, Any]:
-    """Nests the model in one dict per part of its name: ``a.b`` gives {"a": {"b": model}}."""
-    tree: Any = model
-    for key in reversed(name.split(".")):
-        tree = {key: tree}
-    return tree
+def _dtype(name: str | None) -> mx.Dtype | None:
+    import mlx.core as mx
+
+    return None if name is None else getattr(mx, name)
 
 
 def _result(target: Path, model: nn.Module, step: int) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import MTP_FILE
 
-__all__ = ["other_files", "require_no_folder", "write_model_folder"]
+__all__ = ["new_folder", "other_files", "require_no_folder", "write_model_folder"]
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -26,6 +27,22 @@ def require_no_folder(target: Path) -> None:
 def other_files(base: Path) -> list[Path]:
     """All files of a model folder besides its weights: config, tokenizer."""
     return [file for file in base.iterdir() if file.is_file() and not file.name.endswith(_WEIGHTS)]
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``target`` at the end of a ``with`` statement that raises nothing.
+
+    Raises:
+        OSError: ``target`` exists and is not empty, or cannot be written.
+    """
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    # Next to the target and not in /tmp: only within one file system is a rename possible, and atomic.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
+        folder = Path(made, "model")
+        folder.mkdir()
+        yield folder
+        folder.replace(target)
 
 
 def write_model_folder(
@@ -42,10 +59,7 @@ def write_model_folder(
     """
     from mlx_lm.utils import save_config, save_model
 
-    target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    # Next to the target and not in /tmp: only within one file system is a rename possible, and atomic.
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
-        folder = Path(made, "model")
+    with new_folder(target) as folder:
         save_model(folder, model)
         for file in files:
             shutil.copy(file, folder)
@@ -53,4 +67,3 @@ def write_model_folder(
             mx.save_safetensors(str(folder / MTP_FILE), dict(mtp), metadata={"format": "mlx"})
         if config is not None:
             save_config(dict(config), folder / "config.json")
-        folder.replace(target)

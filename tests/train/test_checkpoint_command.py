@@ -1,13 +1,16 @@
 """`mlxdist checkpoint`: what is in a directory, whether it is as it was written, and to and from a folder of mlx-lm."""
 
 import json
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from click.testing import CliRunner
+from launching import LAUNCH
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import load_model, save_config, save_model
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from mlxdist.cli import commands
 from mlxdist.train import Checkpoints
@@ -28,10 +31,16 @@ CONFIG = {
 }
 
 
-def make_model():
+def make_model(config=CONFIG):
     from mlx_lm.models import qwen3
 
-    return qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
+    return qwen3.Model(qwen3.ModelArgs.from_dict(config))
+
+
+def save_folder(path, model, **changed):
+    save_model(path, model)
+    save_config(CONFIG | changed, path / "config.json")
+    return path
 
 
 def run(*arguments, status=0):
@@ -48,9 +57,7 @@ def same(a, b):
 @pytest.fixture
 def folder(tmp_path):
     """A model of mlx-lm, with what stands for a tokenizer."""
-    path = tmp_path / "folder"
-    save_model(path, make_model())
-    save_config(dict(CONFIG), path / "config.json")
+    path = save_folder(tmp_path / "folder", make_model())
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -132,6 +139,91 @@ def test_an_earlier_step_and_another_name(saved, folder, tmp_path):
     run("convert", tmp_path / "a", tmp_path / "b", "--name", "state.network")
     run("convert", tmp_path / "b", tmp_path / "c", "--like", folder, "--name", "state.network")
     assert same(load_model(tmp_path / "c")[0], found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(tmp_path, dtype):
+    """Of all floating-point weights, in a model folder and in a checkpoint, by what MLX makes of each array. One array
+    of the checkpoint is in memory at a time."""
+    config = {"num_hidden_layers": 12, "torch_dtype": "float32"}
+    model, optimizer = make_model(CONFIG | config), optim.AdamW(1e-3)
+    optimizer.init(model.trainable_parameters())
+    folder = save_folder(tmp_path / "folder", model, **config)
+    model.update(tree_map(lambda array: array + 0.1, model.parameters()))
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(3, {"model": model, "optimizer": optimizer})
+    expected = {name: array.astype(getattr(mx, dtype)) for name, array in tree_flatten(model.parameters())}
+    mx.eval(expected)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    run("convert", tmp_path / "saved", tmp_path / "small", "--like", folder, "--dtype", dtype)
+    assert mx.get_peak_memory() - before < sum(array.nbytes for array in expected.values()) / 2
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["torch_dtype"] == dtype
+
+    run("convert", tmp_path / "small", tmp_path / "step 0", "--dtype", "float32")
+    wide = make_model(CONFIG | config)
+    assert Checkpoints(tmp_path / "step 0").load({"model": wide}, other_run=True) == 0
+    exact = {name: array.astype(mx.float32) for name, array in expected.items()}
+    for found, wanted in ((load_model(tmp_path / "small")[0], expected), (wide, exact)):
+        arrays = dict(tree_flatten(found.parameters()))
+        assert arrays.keys() == wanted.keys()
+        assert all(arrays[name].dtype == wanted[name].dtype for name in wanted)
+        assert all(mx.array_equal(arrays[name], wanted[name]) for name in wanted)
+
+
+def test_the_dtype_of_the_checkpoint_is_kept(folder, tmp_path):
+    """Where the model folder has another one, and also of a model that is quantized."""
+    model = make_model()
+    model.set_dtype(mx.bfloat16)
+    quantized, config = quantize_model(make_model(), dict(CONFIG), 32, 4)
+    save_folder(tmp_path / "packed", quantized, **config)
+    for name, saved, base in (("plain", model, folder), ("quantized", quantized, tmp_path / "packed")):
+        with Checkpoints(tmp_path / name) as checkpoints:
+            checkpoints.save(3, {"model": saved})
+        run("convert", tmp_path / name, tmp_path / f"{name}-folder", "--like", base)
+        found = dict(tree_flatten(load_model(tmp_path / f"{name}-folder")[0].parameters()))
+        wanted = dict(tree_flatten(saved.parameters()))
+        assert found.keys() == wanted.keys()
+        assert all(found[path].dtype == wanted[path].dtype for path in wanted)
+        assert all(mx.array_equal(found[path], wanted[path]) for path in wanted)
+    for options in (["quantized", "new", "--like", "packed"], ["packed", "new"]):
+        paths = [option if option.startswith("--") else tmp_path / option for option in options]
+        output = run("convert", *paths, "--dtype", "bfloat16", status=2)
+        assert "the model has quantized weights, such as" in " ".join(output.split()), output
+
+
+def test_values_that_a_dtype_has_not(folder, tmp_path):
+    model = make_model()
+    model.model.norm.weight = model.model.norm.weight * 1e5
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(3, {"model": model})
+    save_folder(tmp_path / "large", model)
+    for source, *like in ((tmp_path / "saved", "--like", folder), (tmp_path / "large",)):
+        output = run("convert", source, tmp_path / "new", *like, "--dtype", "float16", status=2)
+        assert "'model.norm.weight' has values up to 100000, which float16 has not; take another" in output
+        assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
+
+
+@pytest.mark.long
+def test_on_two_ranks(saved, folder, tmp_path):
+    """Rank 0 writes what the ranks read together. What it cannot write is an error on both."""
+    directory, model = saved
+    launch = [*LAUNCH, "-n", "2", "--", sys.executable, "-m", "mlxdist", "checkpoint", "convert"]
+    command = [*launch, directory, tmp_path / "new", "--like", folder, "--dtype", "bfloat16"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert job.returncode == 0 and job.stdout.count("new: step 10") == 1, job.stderr
+    model.set_dtype(mx.bfloat16)
+    assert same(load_model(tmp_path / "new")[0], model)
+
+    model.set_dtype(mx.float32)
+    model.model.norm.weight = model.model.norm.weight * 1e5
+    with Checkpoints(tmp_path / "large") as checkpoints:
+        checkpoints.save(1, {"model": model})
+    command = [*launch, tmp_path / "large", tmp_path / "none", "--like", folder, "--dtype", "float16"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert job.returncode == 2 and not (tmp_path / "none").exists(), job.stderr
+    lines = [line for line in job.stderr.splitlines() if "which float16 has not; take another --dtype" in line]
+    assert {line[:3] for line in lines} >= {"[0]", "[1]"}, job.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ is not written by MLX: a thread of ours writes it while the program computes, an
 
 import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,14 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.base.safetensors_reader import ITEM_SIZES, WeightFile
 
 __all__ = [
     "DTYPES",
+    "Layout",
     "Snapshot",
     "TensorFile",
+    "TensorWriter",
     "Unusable",
     "crc32_of",
     "dtype_name",
@@ -50,6 +53,8 @@ DTYPES = {
     "C64": mx.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Layout = tuple[str, tuple[int, ...]]  # dtype and shape of a tensor
 
 
 class Unusable(Exception):
@@ -103,22 +108,54 @@ def take_snapshots(arrays: Mapping[str, mx.array]) -> dict[str, Snapshot]:
 
 def size_of_tensors(tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> int:
     """The size of the file that :func:`write_tensors` writes."""
-    return len(_header(tensors, metadata)) + sum(len(data) for _, _, data in tensors.values())
+    return len(_header(_layout(tensors), metadata)) + sum(len(data) for _, _, data in tensors.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> tuple[int, str]:
     """Writes a file. Returns its size and its CRC-32. Raises OSError: not all of it could be written."""
-    crc = size = 0
-    with path.open("xb", buffering=0) as file:
-        for part in (memoryview(_header(tensors, metadata)), *(data for _, _, data in tensors.values())):
-            for chunk in _chunks(part):
-                crc = zlib.crc32(chunk, crc)
-                while chunk:
-                    count = file.write(chunk)
-                    size += count
-                    chunk = chunk[count:]
-        os.fsync(file.fileno())
-    return size, f"{crc:08x}"
+    with TensorWriter(path, _layout(tensors), metadata) as writer:
+        for _, _, data in tensors.values():
+            writer.write(data)
+        return writer.finish()
+
+
+class TensorWriter:
+    """Writes a new safetensors file whose data comes one tensor after the other, so that one is in memory.
+
+    Args:
+        path: of the file, which must not be there.
+        layout: dtypes, by their names in safetensors, and shapes of the tensors, in the order of their data.
+        metadata: of the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, layout: Mapping[str, Layout], metadata: Mapping[str, str]) -> None:
+        self._size = self._crc = 0
+        self._file = path.open("xb", buffering=0)
+        self.write(memoryview(_header(layout, metadata)))
+
+    def __enter__(self) -> "TensorWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def write(self, data: memoryview) -> None:
+        """Writes the bytes of the next tensor. Raises OSError."""
+        for chunk in _chunks(data):
+            self._crc = zlib.crc32(chunk, self._crc)
+            while chunk:
+                count = self._file.write(chunk)
+                self._size += count
+                chunk = chunk[count:]
+
+    def finish(self) -> tuple[int, str]:
+        """Returns the file's size and its CRC-32, once it is on the disk. Raises OSError."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._size, f"{self._crc:08x}"
 
 
 def crc32_of(path: Path) -> str:
@@ -157,13 +194,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _header(tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> bytes:
+def _layout(tensors: Mapping[str, Snapshot]) -> dict[str, Layout]:
+    return {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+
+
+def _header(layout: Mapping[str, Layout], metadata: Mapping[str, str]) -> bytes:
     """The beginning of a file, before the data of its first tensor."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
+    for name, (dtype, shape) in layout.items():
+        end = offset + math.prod(shape) * ITEM_SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # data begins at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
