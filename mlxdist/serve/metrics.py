@@ -4,10 +4,9 @@ Rank 0 has :class:`Metrics`, the application of HTTP has :class:`HttpMetrics`. E
 has a name that the other has, so that /metrics is the text of both.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from mlxdist.base.prometheus import Registry
 
 __all__ = ["CONTENT_TYPE", "HttpMetrics", "Metrics"]
 
@@ -19,27 +18,6 @@ _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class _Registry(CollectorRegistry):
-    """A registry of one object. Its text leaves out when each counter began, which doubles the number of series."""
-
-    def counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, labels, namespace=_NAMESPACE, registry=self)
-
-    def gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, labels, namespace=_NAMESPACE, registry=self)
-
-    def histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(name, about, namespace=_NAMESPACE, registry=self, buckets=tuple(buckets))
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in super().collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-
-    def text(self) -> str:
-        return generate_latest(self).decode()
-
-
 class Metrics:
     """Metrics of rank 0. Every thread may call every method.
 
@@ -48,7 +26,7 @@ class Metrics:
     """
 
     def __init__(self, restarts: int = 0) -> None:
-        self._registry = registry = _Registry()
+        self._registry = registry = Registry(_NAMESPACE)
         counter, gauge, histogram = registry.counter, registry.gauge, registry.histogram
         ended = counter("requests", "Requests that have ended, by outcome.", "outcome")
         # Each outcome is listed from the start: a series that begins with its first event has no rate until the second.
@@ -182,7 +160,7 @@ class HttpMetrics:
 
     def __init__(self, paths: Collection[str]) -> None:
         self._paths = frozenset(paths)
-        self._registry = registry = _Registry()
+        self._registry = registry = Registry(_NAMESPACE)
         self._requests = registry.counter(
             "http_requests", "Answers of HTTP, by path and status; 499: the client has left.", "path", "status"
         )

@@ -219,6 +219,7 @@ class TrainConfig(_Settings):
     output: str = checked(_path, "trained")
     report_to: str = checked(_text, "")
     project_name: str = checked(_text, "")
+    prometheus_file: str = checked(_path, "")
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     fully_shard: ShardConfig = ShardConfig()

@@ -97,6 +97,8 @@ def _finite(value: Any) -> Any:
 
 def check_reporters(config: TrainConfig) -> None:
     """Raises InvalidArgument: ``report_to`` names a report that does not exist, or whose package is not installed."""
+    if config.prometheus_file and find_spec("prometheus_client") is None:
+        raise InvalidArgument("prometheus_file needs prometheus_client: `pip install prometheus-client`")
     for name in _names(config):
         module = _REPORTERS.get(name)
         if module is None:
@@ -111,7 +113,7 @@ def _names(config: TrainConfig) -> list[str]:
 
 class Report:
     """Lines and a progress bar on rank 0, and the callbacks that ``report_to`` names, which write beside the
-    checkpoints.
+    checkpoints, and that of ``prometheus_file``.
 
     Args:
         config: of the training.
@@ -119,7 +121,7 @@ class Report:
         group: the ranks that train.
 
     Raises:
-        InvalidArgument: on all ranks: a report of ``report_to`` cannot be opened.
+        InvalidArgument: on all ranks: a report of ``report_to`` or ``prometheus_file`` cannot be opened.
     """
 
     def __init__(self, config: TrainConfig, step: int, group: Group) -> None:
@@ -130,6 +132,12 @@ class Report:
         with agreed("train", group):
             if group.rank() == 0:
                 self._callbacks = [self._callback(name, self._last) for name in _names(config)]
+                if config.prometheus_file:
+                    from .prometheus_file import PrometheusFile  # of the extra "lm"
+
+                    per_step = config.grad_accumulation_steps
+                    callback = PrometheusFile(config.prometheus_file, config.project_name, self._last, per_step)
+                    self._callbacks.append(callback)
         self._console = Console(highlight=False, quiet=group.rank() != 0, soft_wrap=True)
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
@@ -146,8 +154,11 @@ class Report:
             if hasattr(callback, "close"):
                 callback.close()
 
-    def trained(self, step: int, loss: float, learning_rate: float, throughput: Throughput) -> None:
-        """Takes in a step, and prints a line if one is due. Collective if so: one report of ``throughput``."""
+    def trained(self, step: int, loss: float, learning_rate: float, grad_norm: float, throughput: Throughput) -> None:
+        """Takes in a step, and prints a line if one is due. Collective if so: one report of ``throughput``.
+
+        ``grad_norm``: of the gradients of the step, before it is clipped.
+        """
         before, self._last = self._last, self._iteration(step)
         iteration = self._last
         self._bar.update(self._task, completed=iteration)
@@ -162,7 +173,8 @@ class Report:
             f"{iteration:10,} {mean:10.4f} {measured['tokens_per_second']:10,.0f} {measured['peak_memory']:6.2f}GB "
             f"{measured['communication']:7.1%} {mfu} {measured['saving']:6.1%}"
         )
-        info = {"iteration": iteration, "train_loss": mean, "learning_rate": learning_rate} | measured
+        info = {"iteration": iteration, "train_loss": mean, "learning_rate": learning_rate, "grad_norm": grad_norm}
+        info |= measured
         for callback in self._callbacks:
             callback.on_train_loss_report(info)
 
@@ -176,6 +188,9 @@ class Report:
     def saved(self, seconds: float) -> None:
         """Takes in the seconds for which the loop has waited for a save."""
         self._save_seconds += seconds
+        for callback in self._callbacks:
+            if hasattr(callback, "on_save"):
+                callback.on_save(seconds)
 
     def _share_of_saves(self) -> float:
         """The share of the time since the last report that the loop has waited for saves, on this rank."""

@@ -175,7 +175,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, check: bool = False) -> Tr
                     nan_guard.check()
             loss = float(sums[0] / sums[1])
             set_step(batches.step, config.steps)
-            report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
+            report.trained(batches.step, loss, float(optimizer.learning_rate), float(norm), throughput)
         if not stopped:
             validate()
             report.saved(saves.save(batches.step, is_last=True))

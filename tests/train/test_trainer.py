@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
 
 mlx_lm = pytest.importorskip("mlx_lm")
@@ -256,11 +257,21 @@ def test_float16_where_a_stage_has_nothing_to_train(folder, tmp_path, model, typ
 
 
 def test_what_it_leaves(folder, tmp_path):
-    """A model folder of mlx-lm, checkpoints by time alone, and output without colors or a bar in a pipe."""
-    output = run(tmp_path, 1, settings(folder, "[checkpoints]\nevery = 0\nevery_minutes = 1e-6\nkeep = 9", iters=4))
+    """A model folder of mlx-lm, checkpoints by time alone, metrics of the last report, and output without colors or a
+    bar in a pipe."""
+    tables = "[checkpoints]\nevery = 0\nevery_minutes = 1e-6\nkeep = 9"
+    output = run(tmp_path, 1, settings(folder, tables, iters=4, prometheus_file="train.prom", max_grad_norm=0.01))
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         f"step-{step:08}" for step in range(1, 5)
     ]
+    found = {
+        sample.name.removeprefix("mlxdist_train_"): sample.value
+        for family in text_string_to_metric_families((tmp_path / "train.prom").read_text())
+        for sample in family.samples
+    }
+    for name, of_report in [("loss", "train_loss"), ("validation_loss", "val_loss"), ("grad_norm", "grad_norm")]:
+        assert found[name] == pytest.approx(losses(tmp_path, of_report)[-1], rel=1e-9)
+    assert found["step"] == 4 and found["save_seconds_total"] > 0 and found["grad_norm"] > 0.01, "not the clipped one"
     shares = losses(tmp_path, "saving")
     assert shares[0] == 0 and all(0 < share < 1 for share in shares[1:]), "the first report comes before the first save"
     assert "\x1b" not in output
