@@ -218,6 +218,11 @@ class Environment:
     emulated_node: int | None = _of_job(
         "virtual host of this rank, of `mlxdist launch --emulate-nodes`", "none", _integer(0, MAX_RANKS - 1)
     )
+    membership: str | None = _of_job("socket of the launcher for `Group.shrink`", "none", str)
+    epoch: int = _of_job("number of times the group of all ranks has shrunk", "0", _integer(0, 2**31 - 1), 0)
+    member: int | None = _of_job(
+        "number of this process at the start of the job", "MLXDIST_RANK", _integer(0, MAX_RANKS - 1)
+    )
     error_file: str | None = _of_job("file that names the first rank that failed", "none", str)
     timeout: float | None = _of_user(
         "seconds without progress before an operation fails, 0 for never", "30", _seconds_or_never
@@ -305,6 +310,11 @@ class Environment:
     def run(self) -> str:
         """The name that all starts of a job share: its first name. A process without a job gets a unique one."""
         return self.job.removesuffix(f"-{self.restart_count}" if self.restart_count else "") or _UNNAMED_RUN
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that this process had at the start of the job, by which the launcher knows it."""
+        return self.rank if self.member is None else self.member
 
     @property
     def address(self) -> tuple[str, int]:

@@ -168,6 +168,16 @@ def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
         raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
 
 
+def _check_elastic(least: int, ranks: int, of_nodes: Nodes | None, backend: str) -> None:
+    if of_nodes is not None or backend != "mlxdist":
+        raise click.UsageError(
+            "--elastic goes neither with --nodes nor with another --backend: one launcher has to know all ranks, and "
+            "ranks of mlxdist alone can go on without one."
+        )
+    if least > ranks:
+        raise click.UsageError(f"--elastic {least}: the job has only {ranks} ranks.")
+
+
 def _check_emulation(nodes: int, ranks: int, is_here: bool, backend: str) -> None:
     if not is_here or backend != "mlxdist":
         raise click.UsageError("--emulate-nodes is for ranks of mlxdist on this machine alone: -n, and no other hosts.")
@@ -199,6 +209,8 @@ def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, co
         _check_emulation(options.emulate_nodes, ranks, on is None and of_nodes is None, backend.name)
         # One machine's RDMA devices may not reach each other.
         variables.setdefault("MLXDIST_PROVIDER", "soft")
+    if options.elastic is not None:
+        _check_elastic(options.elastic, ranks, of_nodes, backend.name)
     environment = Environment.read(variables)
     if environment.device_map is not None:
         from mlxdist.cluster.hostfile import device_map

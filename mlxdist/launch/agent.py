@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
@@ -22,6 +23,7 @@ from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .job_frames import JobFrame
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch, start_with_pipes
+from .membership import Decision
 from .stale_jobs import remove_stale_jobs
 from .standard_input import Feed
 from .wakeup import Wakeup
@@ -96,6 +98,7 @@ class Agent:
         if self._owes_ack and (self._input.wants_more or not self._input.has_readers):
             self._owes_ack = False
             self._put(pack(JobFrame.INPUT_ACK, payload=b"" if self._input.has_readers else b"none"))
+        self._pass_questions()
         self._reap()
         now = time.monotonic()
         if now > self._last_arrival + self._silence:
@@ -139,6 +142,12 @@ class Agent:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == JobFrame.GONE and self._job is not None:
             self._job.note_end(rank, int(unpack_json(payload)["status"]))
+        elif kind == JobFrame.EPOCH and self._job is not None:
+            fields = unpack_json(payload)
+            decision = Decision(fields["epoch"], tuple(fields["members"]), fields["address"])
+            self._job.begin_epoch(decision, fields["secret"], fields["variables"])
+        elif kind == JobFrame.REFUSED and self._job is not None:
+            self._job.refuse(rank, unpack_json(payload)["why"])
         elif kind == JobFrame.INPUT:
             self._owes_ack = bool(payload)
             self._input.put(payload)
@@ -163,6 +172,8 @@ class Agent:
             remove_stale_jobs()
             self._numbers = range(start["first"], start["first"] + fields["ranks"])
             job = self._job = LocalJob(**start, variables=variables, piped=True)
+            if fields["elastic"]:
+                job.let_shrink(self._wakeup.wake)
             ports = free_ports(fields["ports"])  # none is the rendezvous' own
         except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
             self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
@@ -188,6 +199,11 @@ class Agent:
         for pipe in job.readers(self._wakeup.wake):
             self._input.add(pipe)
         job.all_started()
+
+    def _pass_questions(self) -> None:
+        """Sends the launcher what ranks here ask for."""
+        for question, _ in self._job.questions() if self._job is not None else ():
+            self._put(pack_json(JobFrame.QUESTION, asdict(question), question.member))
 
     def _relay(self, stream: int) -> bool:
         """Reads once and sends the data to the launcher. Returns False if there is no data now, or at the end."""

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from .executable import CannotRun
 from .exit_status import FirstFailure
 from .job_frames import JobFrame
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
+from .membership import Decision
+from .membership_socket import Question
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start
 from .wakeup import Interrupted, Wakeup
@@ -93,6 +95,7 @@ class HostsJob:
             "directory": plan.directory,
             "mpi_shim": plan.backend.name == "mlxdist",
             "silence": self._agent_silence,
+            "elastic": plan.options.elastic is not None,
         }
         self._start = {  # of `LocalJob`, on each host
             "name": name,
@@ -119,6 +122,8 @@ class HostsJob:
             self._connect()
             self._prepare()
             self._found_at = self._address()
+            if self._fields["elastic"]:  # any host may become that of rank 0
+                self._addresses = {host: self._address_of(host) for host in self._hosts}
             self._undo = undo.pop_all()
         return self
 
@@ -213,6 +218,29 @@ class HostsJob:
         """The first failure, as noted on its host. If several hosts noted one, the first host decides."""
         return next((host.first_failed for host in self._hosts if host.first_failed is not None), None)
 
+    def questions(self) -> list[tuple[Question, str]]:
+        """The questions of ranks since the last call, each with the address at which others reach its rank."""
+        with self._changed:
+            found = [(host, question) for host in self._hosts for question in host.questions]
+            for host in self._hosts:
+                host.questions.clear()
+        return [
+            (question, format_address(self._addresses[host], question.port))
+            for host, question in found
+            if self._host_of[question.member : question.member + 1] == [host]
+        ]
+
+    def begin_epoch(self, decision: Decision, secret: str, variables: Mapping[str, str]) -> None:
+        """See `LocalJob.begin_epoch`; the agents of the members do it."""
+        fields = decision._asdict() | {"secret": secret, "variables": dict(variables)}
+        for host in dict.fromkeys(self._host_of[member] for member in decision.members):
+            host.first_failed = None  # one of the epoch before
+            host.send_json(JobFrame.EPOCH, fields)
+
+    def refuse(self, member: int, why: str) -> None:
+        """See `LocalJob.refuse`."""
+        self._host_of[member].send_json(JobFrame.REFUSED, {"why": why}, member)
+
     def recordings(self) -> str | None:
         return ", ".join(f"{host.recordings} on {host.name}" for host in self._hosts if host.recordings) or None
 
@@ -249,7 +277,7 @@ class HostsJob:
             self.grace = max(usual_grace(host.is_mac) for host in self._hosts)
         first = 0
         for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
-            start = self._start | {"first": first, "interface": self._interface(), "grace": self.grace}
+            start = self._start | {"first": first, "interface": self._interface(self._hosts[0]), "grace": self.grace}
             if first == 0 and self._has_follower and not host.is_local:
                 start["follower"] = self._address_for_follower()
             host.prepare(self._fields | {"start": start, "ranks": entry.slots, "ports": ports})
@@ -280,12 +308,12 @@ class HostsJob:
             text = "; ".join(problems)
             raise CannotRun(text, failed[0]) if failed else ResourceError(text)
 
-    def _interface(self) -> str:
-        """The address where rank 0 listens: that in the hostfile; empty for all addresses."""
+    def _interface(self, host: RemoteHost) -> str:
+        """The address where a rank of a host listens: that in the hostfile; empty for all addresses."""
         if len(self._hosts) == 1 or all(host.is_local for host in self._hosts):
             return "127.0.0.1"
-        first = self._hostfile.hosts[0]
-        return first.ips[0] if first.ips else ""
+        ips = self._hostfile.hosts[self._hosts.index(host)].ips
+        return ips[0] if ips else ""
 
     def _address_for_follower(self) -> str:
         first = self._hosts[0]
@@ -295,11 +323,16 @@ class HostsJob:
     def _address(self) -> str:
         """The address at which the other ranks reach rank 0."""
         listens, port = parse_address(self._hosts[0].ready["address"])
-        if listens not in ("0.0.0.0", "::"):
-            return format_address(listens, port)
-        names = [self._hosts[0].name, str(self._hosts[0].hello.get("host"))]
-        connections = [host.hello.get("ssh") or [] for host in self._hosts]
-        return format_address(address_for_others(names, connections), port)
+        is_known = listens not in ("0.0.0.0", "::")
+        return format_address(listens if is_known else self._address_of(self._hosts[0]), port)
+
+    def _address_of(self, host: RemoteHost) -> str:
+        """The address at which the ranks of other hosts reach one: that in the hostfile, or by which ssh has."""
+        if (interface := self._interface(host)) != "":
+            return interface
+        others = [other.hello.get("ssh") or [] for other in self._hosts if other is not host]
+        names = [host.name, str(host.hello.get("host"))]
+        return address_for_others(names, [host.hello.get("ssh") or [], *others])
 
 
 def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]]) -> str:

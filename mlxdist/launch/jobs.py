@@ -74,6 +74,7 @@ class Job:
         started: in seconds since 1970.
         temporary: the directory of the ranks here.
         flight: where they write their flight records, or "none".
+        members: for each rank its number at the start, where the job has shrunk.
         ranks: for each rank here its process and when that started, to tell it from a later process with that number.
         hosts, ssh, python: the hosts and how they are reached, for a job on several hosts started on this machine.
     """
@@ -84,6 +85,7 @@ class Job:
     command: list[str] = checked(lambda name, value: list(_WORDS(name, value)))
     temporary: str = checked(as_text, "")
     flight: str = checked(as_text, "none")
+    members: Sequence[int] = checked(list_of(number(0, MAX_RANKS - 1), MAX_RANKS), ())
     ranks: dict[str, tuple[int, str]] = checked(map_of(row_of(number(1, 2**31 - 1), as_text), MAX_RANKS), {})
     hosts: Sequence[HostRanks] = checked(list_of(object_of(HostRanks), MAX_RANKS), ())
     ssh: Sequence[str] = checked(_WORDS, ())
@@ -92,6 +94,10 @@ class Job:
     @property
     def directory(self) -> Path:
         return runtime_directory() / self.name
+
+    def directory_of(self, rank: int) -> Path:
+        """The private directory of a rank here."""
+        return Path(self.temporary, str(self.members[rank] if rank < len(self.members) else rank))
 
     @property
     def flight_directory(self) -> Path | None:
@@ -188,9 +194,12 @@ class JobDirectory:
         """The descriptor that holds the lock: the job counts as running while a process that inherits it runs."""
         return (self._lock,)
 
-    def note_ranks(self, pids: dict[int, int]) -> None:
+    def note_ranks(self, pids: dict[int, int], members: Sequence[int] | None = None) -> None:
+        """Records the ranks that run here. ``members``: of all ranks, the numbers that ``pids`` has for them."""
         started = start_times(pids.values())
-        self.update(replace(self.job, ranks={str(r): (pid, started[pid]) for r, pid in pids.items() if pid in started}))
+        ranks = pids if members is None else {r: pids[member] for r, member in enumerate(members) if member in pids}
+        running = {str(rank): (pid, started[pid]) for rank, pid in ranks.items() if pid in started}
+        self.update(replace(self.job, ranks=running, members=self.job.members if members is None else members))
 
     def update(self, job: Job) -> None:
         """Writes the record. A failure is ignored: then other commands show the previous state."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.descriptors import raise_limit
-from mlxdist.base.environment import OF_JOB, format_address
+from mlxdist.base.environment import OF_JOB, format_address, parse_address
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.gpus import gpu_of_rank, visible_gpus
 from mlxdist.runtime import mpi_shim
@@ -26,8 +26,10 @@ from .jobs import JobDirectory
 from .restarts import name_of_start
 from .standard_input import Pipe
 
-if TYPE_CHECKING:  # only Macs load it
+if TYPE_CHECKING:  # only Macs, and elastic jobs, load them
     from .awake import Awake
+    from .membership import Decision
+    from .membership_socket import MembershipSocket, Question
 
 __all__ = [
     "LocalJob",
@@ -186,6 +188,8 @@ class LocalJob:
         self._running: set[int] = set()
         self._pipes: list[Pipe] = []
         self._sockets: dict[str, socket.socket] = {}  # of rank 0, by the variables that name their descriptors
+        self.members: tuple[int, ...] = tuple(range(self.size))  # in the order of their ranks; see `Membership`
+        self._membership: MembershipSocket | None = None
         self.succeeded = False
         allow_descriptors(self.size)
         # A short name, because ranks make Unix sockets inside, whose paths may have about 100 characters at most.
@@ -221,6 +225,8 @@ class LocalJob:
             from .reaper import clean_up  # it was killed itself
 
             clean_up(self.job, str(self.directory), str(self._record.path))
+        if self._membership is not None:
+            self._membership.close()
         if self._awake is not None:
             self._awake.close()
         self._record.close()
@@ -249,14 +255,14 @@ class LocalJob:
                 "TMPDIR": str(temporary),
             }
         )
+        if self._membership is not None:
+            variables["MLXDIST_MEMBERSHIP"] = str(self._membership_path)
         variables |= self.exports.variables | dict.fromkeys(self.exports.by_local_rank, str(local_rank))
         for name, text in self.exports.files.items():
             (temporary / name).write_text(text)
             variables[name] = str(temporary / name)
         if self.numbered:
-            # mlxdist's variables, and those that programs and MLX's backends read.
-            variables |= dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
-            variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
+            variables |= _numbers(rank, self.size)
             variables["MLX_LOCAL_RANK"] = str(local_rank)
             variables |= gpu_of_rank(self.variables, local_rank, visible_gpus())
             if (node := self.emulated_node(rank)) is not None:
@@ -312,9 +318,52 @@ class LocalJob:
 
     def note_end(self, rank: int, status: int) -> None:
         """Records that a rank has ended, for ranks that wait for it in mlxdist.init()."""
+        if rank not in self.members:  # of an epoch before
+            return
         with contextlib.suppress(OSError):  # the disk is full: they wait until their time is over
-            note = self.first_failure.with_name(f"{self.first_failure.name}.ended-{rank}")
+            number = self.members.index(rank)
+            note = self.first_failure.with_name(f"{self.first_failure.name}.ended-{number}")
             replace_file(note, str(status), 0o600)
+
+    @property
+    def _membership_path(self) -> Path:
+        return self.directory / "membership"
+
+    def let_shrink(self, wake: Callable[[], None]) -> None:
+        """Lets ranks ask for the next epoch, before the first is started. ``wake()``: there are `questions`."""
+        from .membership_socket import MembershipSocket
+
+        self._membership = MembershipSocket(self._membership_path, wake)
+
+    def questions(self) -> "list[tuple[Question, str]]":
+        """The questions of ranks here since the last call, each with the address where its rank listens."""
+        found = [] if self._membership is None else self._membership.questions()
+        host = parse_address(self.address)[0] if self.address else ""
+        return [(each, format_address(host, each.port)) for each in found if each.member in self._started]
+
+    def begin_epoch(self, decision: "Decision", secret: str, variables: Mapping[str, str]) -> None:
+        """Answers the members here: their new world. ``variables``: those that depend on who the ranks are."""
+        self.members = decision.members
+        self.first_failure = self.directory / f"first_failure-{decision.epoch}"
+        self._record.note_ranks(self._started, self.members)
+        for rank, member in enumerate(self.members):
+            if member in self._started and self._membership is not None:
+                own = self._of_epoch(decision, rank) | {"MLXDIST_SECRET": secret}
+                self._membership.answer(member, {"members": decision.members, "variables": {**variables, **own}})
+
+    def _of_epoch(self, decision: "Decision", rank: int) -> dict[str, str]:
+        variables = {
+            "MLXDIST_RENDEZVOUS": decision.address,
+            "MLXDIST_EPOCH": str(decision.epoch),
+            "MLXDIST_MEMBER": str(decision.members[rank]),
+            "MLXDIST_ERROR_FILE": str(self.first_failure),
+        }
+        return variables | _numbers(rank, len(decision.members))
+
+    def refuse(self, member: int, why: str) -> None:
+        """Answers a member here that waits for another epoch: there will be none with it."""
+        if self._membership is not None:
+            self._membership.answer(member, {"error": why})
 
     def all_started(self) -> None:
         if self.numbered:
@@ -337,8 +386,9 @@ class LocalJob:
     def first_failed(self) -> FirstFailure | None:
         """The first failure, as noted by ranks here that use mlxdist; None if they could not note it."""
         try:
-            return FirstFailure.parse(self.first_failure.read_text())
-        except (OSError, ValueError):
+            noted = FirstFailure.parse(self.first_failure.read_text())
+            return noted._replace(rank=self.members[noted.rank])
+        except (OSError, ValueError, IndexError):
             return None
 
     def recordings(self) -> str | None:
@@ -378,6 +428,12 @@ class LocalJob:
             self._pipe.write(f"{line}\n".encode())
         except BrokenPipeError:
             return  # killed; __exit__ cleans up in its place
+
+
+def _numbers(rank: int, size: int) -> dict[str, str]:
+    """mlxdist's variables, and those that programs and MLX's backends read."""
+    variables = dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
+    return variables | dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(size))
 
 
 def new_name() -> str:

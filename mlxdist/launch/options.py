@@ -155,6 +155,13 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         metavar="SECONDS",
         help="End a job that runs for longer, with exit status 124.",
     )
+    elastic: int | None = _option(
+        _END,
+        type=click.IntRange(1, MAX_RANKS),
+        metavar="MIN",
+        help="When a rank has failed and at least MIN are left, let these go on by themselves: the program calls "
+        "mlxdist.Group.shrink().",
+    )
     stall_timeout: float | None = _option(
         _END,
         type=click.FloatRange(1, 1e9),

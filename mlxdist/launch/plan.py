@@ -48,6 +48,11 @@ class LaunchPlan:
     def size(self) -> int:
         return self.ranks * (1 if self.nodes is None else self.nodes.count)
 
+    def hosts_of_ranks(self) -> list[int]:
+        """The number of each rank's host."""
+        hosts = [self.ranks] if self.hostfile is None else [host.slots for host in self.hostfile.hosts]
+        return [number for number, slots in enumerate(hosts) for _ in range(slots)]
+
     def emulated_node(self, rank: int) -> int | None:
         """The virtual host of a rank (--emulate-nodes). Neighbors share one; hosts differ by one rank at most."""
         nodes = self.options.emulate_nodes

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mlxdist.base.validation import build
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.ssh.connection import Connection
 from mlxdist.cluster.ssh.protocol import FrameError, Kind, pack, pack_json, unpack_json
@@ -14,6 +15,7 @@ from mlxdist.cluster.ssh.ssh import LOST, SshConfig, is_this_machine
 
 from .exit_status import FirstFailure
 from .job_frames import AGENT, JobFrame
+from .membership_socket import Question
 
 __all__ = ["HostInput", "RemoteHost", "RemoteRank"]
 
@@ -81,6 +83,7 @@ class RemoteHost:
         self.failed: str | None = None
         self.exit_code = 1
         self.first_failed: FirstFailure | None = None
+        self.questions: list[Question] = []  # that the launcher has not taken yet
         self.stopped: signal.Signals | None = None
         self.closed = False
         self.unanswered = 0  # pings since anything has arrived
@@ -177,6 +180,8 @@ class RemoteHost:
                 if self.first_failed is None and fields["first"] is not None:
                     self.first_failed = FirstFailure(*fields["first"])
                 self._ranks[rank].status = int(fields["status"])
+            elif kind == JobFrame.QUESTION:
+                self.questions.append(build(Question, fields))
             elif kind == JobFrame.STOPPED:
                 self.stopped = signal.Signals(payload[0])
             elif kind == Kind.RESULT:

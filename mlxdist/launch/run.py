@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from mlxdist.base.environment import Environment
 from mlxdist.base.errors import ResourceError, name_ranks
 
 from .backends import free_ports
@@ -30,8 +31,10 @@ from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from .elastic import Elastic
     from .hosts import HostsJob
     from .job_events import LauncherEvents
+    from .membership import Decision
     from .remote import RemoteRank
 
 __all__ = ["StallWatcher", "run"]
@@ -80,7 +83,10 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
 
     def prepare(restart: int) -> contextlib.AbstractContextManager[LocalJob | HostsJob]:
         if plan.hostfile is None or plan.by_mpirun:
-            return _local_job(plan, name, restart)
+            local = _local_job(plan, name, restart)
+            if plan.options.elastic is not None:
+                local.let_shrink(wakeup.wake)
+            return local
         from .hosts import HostsJob
 
         return HostsJob(plan, plan.hostfile, name, restart, wakeup, say, follower is not None)
@@ -93,7 +99,8 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
                 if restart == 0:
                     raise
                 return Ending(1, str(error), failed=True, cause=str(error))  # a host may be back at the next restart
-            supervisor = Supervisor(job, wakeup, output, say, plan.options)
+            elastic = _elastic(job, plan, partial(_shrunk, say, events, restart))
+            supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
 
@@ -135,6 +142,23 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
         output.is_written(1.0)
         status = 1
     return status
+
+
+def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[Decision, str], None]) -> Elastic | None:
+    if plan.options.elastic is None:
+        return None
+    from .elastic import Elastic, member_variables
+
+    patience = Environment.read(plan.variables).rendezvous_timeout
+    return Elastic(job, plan.size, plan.options.elastic, patience, partial(member_variables, plan), on_epoch)
+
+
+def _shrunk(
+    say: Callable[[str], None], events: LauncherEvents | None, restart: int, decision: Decision, text: str
+) -> None:
+    say(text)
+    if events is not None:
+        events.shrunk(restart, len(decision.members), text)
 
 
 def _stall(supervisor: Supervisor, events: LauncherEvents | None, restart: int, seconds: float) -> None:

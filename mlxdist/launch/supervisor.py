@@ -7,6 +7,8 @@ SIGINT, SIGHUP    to all ranks; then the same. A second one skips to the next si
                   soon after SIGINT, the launcher reports it. With --pass-sigint no other signal follows SIGINT.
 SIGTERM           to all ranks, with --drain a second one after that time; then SIGKILL. Where all of them end with
                   status 0, so does the launcher: they have saved what they had.
+a loss            with --elastic, while enough ranks are left: no signal; they ask for a smaller group (elastic.py).
+                  Where all that are left end with status 0, so does the launcher.
 a stall           found by another thread (--stall-timeout): SIGTERM, and SIGKILL after the grace. The exit status is
                   124, and a restart may follow.
 SIGUSR1           to all ranks, which end by themselves when they have come to a good place (mlxdist.train.Control); no
@@ -33,6 +35,7 @@ from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from .elastic import Elastic
     from .hosts import HostsJob
     from .local import LocalJob, LocalRank
     from .options import Options
@@ -56,7 +59,13 @@ class Supervisor:
     """Supervises ranks that have been started. ``output`` is None where they write to the launcher's own streams."""
 
     def __init__(
-        self, job: Job, wakeup: Wakeup, output: Output | None, say: Callable[[str], None], options: Options
+        self,
+        job: Job,
+        wakeup: Wakeup,
+        output: Output | None,
+        say: Callable[[str], None],
+        options: Options,
+        elastic: Elastic | None = None,
     ) -> None:
         self._job = job
         self._wakeup = wakeup
@@ -67,6 +76,8 @@ class Supervisor:
         self._started = time.monotonic()
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
+        self._elastic = elastic
+        self._lost: list[int] = []  # ranks that have failed, without which the others have gone on
         self._stalled = ""  # how, once another thread has found it
         self._running: dict[int, Rank] = {}
         self._names: dict[int, str] = {}
@@ -107,6 +118,7 @@ class Supervisor:
             self._reap()
             self._end_if_late()
             self._end_if_stalled()
+            self._go_on()
             self._hint()
             self._press()
         # A rank that a signal ended (above 128) may have left a half-written kernel in the JIT cache.
@@ -214,11 +226,29 @@ class Supervisor:
             self._say(f"{rank} ended {describe(status)} after {now - self._started:.1f} s")
         if self._sent is not None:
             self._left_after[rank.rank] = self._sent.name
+        elif self._elastic is not None and self._elastic.has_left_behind(rank.rank):
+            self._lost.append(rank.rank)
         elif status != 0:
             self._failed.append((rank.rank, now - self._started))
-            if self._next == math.inf:
-                self._rungs = [signal.SIGTERM, signal.SIGKILL]
-                self._next = now + self._grace
+        if self._elastic is not None:
+            self._elastic.end(rank.rank)
+        can_go_on = self._elastic is not None and self._elastic.can_go_on
+        if self._failed and self._sent is None and self._next == math.inf and not can_go_on:
+            self._rungs = [signal.SIGTERM, signal.SIGKILL]
+            self._next = now + self._grace
+
+    def _go_on(self) -> None:
+        """Lets the ranks that are left agree on a smaller group, and ends those that keep them waiting."""
+        if self._elastic is None or self._sent is not None:
+            return
+        fates = {rank: f"{describe(self._statuses[rank])} after {seconds:.1f} s" for rank, seconds in self._failed}
+        if self._elastic.step(fates) is not None:
+            self._lost += fates
+            self._failed.clear()
+        for rank in self._elastic.late():
+            self._say(f"rank {rank} has not come to Group.shrink() in time, and is killed")
+            if rank in self._running:
+                self._running[rank].signal(signal.SIGKILL)
 
     def _press(self) -> None:
         """Sends the next signal after the grace period for the previous one."""
@@ -232,7 +262,8 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        first = min(self._next, self._hint_at, self._late_at)
+        elastic = math.inf if self._elastic is None else self._elastic.until_next()
+        first = min(self._next, self._hint_at, self._late_at, elastic)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _end_if_late(self) -> None:
@@ -263,6 +294,9 @@ class Supervisor:
                 return 0, [f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"]
             first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
             return 128 + self._interrupted_by, [first, *self._fates(None)]
+        if not self._failed and self._lost:
+            left = name_ranks(sorted(self._statuses.keys() - set(self._lost)))
+            return 0, [f"{left} succeeded after {seconds:.1f} s; {name_ranks(sorted(self._lost))} had been lost"]
         if not self._failed:
             return 0, [f"all ranks succeeded after {seconds:.1f} s"] if self._verbose else []
         if self._output is not None and (trouble := self._output.write_error()):  # their end is its consequence
@@ -292,7 +326,9 @@ class Supervisor:
             if rank == besides:
                 continue
             sent = self._left_after.get(rank)
-            if sent is not None:
+            if rank in self._lost:
+                fate = "had been lost"
+            elif sent is not None:
                 fate = f"ended after {sent}" if sent != "SIGKILL" else "had to be killed (SIGKILL)"
             else:
                 fate = (

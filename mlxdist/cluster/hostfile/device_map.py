@@ -8,6 +8,7 @@ The matrix itself, or the rows of a hostfile: a list of hosts, or {"hosts": [...
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,11 @@ class DeviceMap:
     @property
     def size(self) -> int:
         return len(self.rows)
+
+    def of_ranks(self, hosts: Sequence[int], ranks: Sequence[int]) -> str:
+        """The map as JSON, cut to some ranks or, where its rows are hosts, to their hosts. ``hosts``: of each rank."""
+        kept = list(ranks) if self.size == len(hosts) else sorted({hosts[rank] for rank in ranks})
+        return json.dumps([[list(self.rows[i][j]) or None for j in kept] for i in kept])
 
     def devices(self, host: int, to: int) -> tuple[str, ...]:
         return self.rows[host][to]

@@ -163,7 +163,7 @@ class Recorder:
 
     def _let_others_signal(self) -> None:
         """Writes the process id, for `mlxdist dump` to signal: SIGUSR2 would end a process that does not handle it."""
-        directory = rank_directory(self._environment.rank)
+        directory = rank_directory(self._environment.first_rank)
         if directory is None:
             return
         try:

@@ -149,7 +149,8 @@ def record_file_name(rank: int) -> str:
 
 
 def rank_directory(rank: int) -> Path | None:
-    """The private directory that the launcher has made for this rank; None where there is no launcher."""
+    """The private directory that the launcher has made for the process that has been ``rank`` at the start of the job;
+    None where there is no launcher, or this is another process."""
     directory = Path(os.environ.get("TMPDIR", ""))
     return directory if directory.name == str(rank) and directory.parent.name.startswith("mlxdist-") else None
 

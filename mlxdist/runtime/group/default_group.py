@@ -16,7 +16,7 @@ from .engine_group import EngineGroup
 from .group import Group, engine_of
 from .world import World
 
-__all__ = ["current_run", "default_group", "finalize", "init"]
+__all__ = ["current_run", "default_group", "finalize", "init", "replace_world"]
 
 _world: Group | None = None
 _world_lock = threading.Lock()
@@ -86,6 +86,18 @@ def finalize() -> None:
     """
     if _world is not None:
         _world.finalize()
+
+
+def replace_world() -> Group:
+    """Makes the group of a new world, as the variables describe it, in the place of the one that has ended.
+
+    Raises:
+        RendezvousError, PeerLost: the ranks did not come together.
+    """
+    global _world
+    with _world_lock:
+        _world = _create(strict=True)
+        return _world
 
 
 def current_run() -> str:

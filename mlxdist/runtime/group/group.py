@@ -256,6 +256,31 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
         """
         return self._engine.stats_by_operation()
 
+    def shrink(self) -> "Group":
+        """Goes on without the ranks that have been lost: makes a group of all others, and takes this one down.
+
+        Call it on all ranks that are left, after an operation has raised: :class:`PeerLost` on most of them, perhaps
+        another error where a rank was between operations. It waits until all of them have called it, or ended; a rank
+        that is lost meanwhile is left out, too. Ranks keep their order, and get new numbers. A rank that has not
+        noticed the loss gets an :class:`Aborted` from its next operation, and is to call this, too. One that does not
+        come for ``MLXDIST_RENDEZVOUS_TIMEOUT`` seconds is killed by the launcher.
+
+        What was made of the old group raises: groups split off, meshes, registrations, arrays not evaluated. The data
+        that the lost rank had is lost; bring the others to a state that they share, such as that of the last step that
+        all have finished. The job must be started with ``mlxdist launch --elastic MIN``.
+
+        Returns:
+            The new group, which is :func:`init`'s from then on; the group itself if it has one rank.
+
+        Raises:
+            InvalidArgument: the job is not elastic; this group was made by :meth:`split`, or has ended.
+            PeerLost: fewer than MIN ranks are left, or this one counts as lost.
+            RendezvousError: the others do not come together, or the launcher is gone.
+        """
+        from .shrink import shrink  # above this module: it makes a group of all ranks
+
+        return shrink(self)
+
     def abort(self, reason: str) -> None:
         """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.
 

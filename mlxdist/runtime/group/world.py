@@ -133,6 +133,13 @@ class World:
             if idle:  # else its memory is in use: rather leave it to the end of the process
                 self.native_group.destroy()
 
+    def abandon(self) -> None:
+        """Ends this rank's part of the world: the others have failed, or leave it likewise. Waits for none of them."""
+        if self.native_group.failure() is None and not self.closed:
+            self.fail(self._own(errors.Aborted, "has left the group for a smaller one (shrink)"))
+        self.pending.error_reported = True
+        self.finalize()
+
     def abort(self, reason: str) -> None:
         """Ends every operation of every group, on all ranks, and returns when they have the report."""
         self.fail(self._own(errors.Aborted, f"aborted the group: {reason}"))

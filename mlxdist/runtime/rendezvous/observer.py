@@ -38,7 +38,7 @@ _FILE = ".mlxdist-rendezvous"
 
 def publish(environment: Environment, listener: socket.socket) -> Path | None:
     """Lets this user's commands find the rendezvous of rank 0. Returns the file, None without a launcher."""
-    directory = rank_directory(environment.rank)
+    directory = rank_directory(environment.first_rank)
     if directory is None:
         return None
     host, port = listener.getsockname()[:2]

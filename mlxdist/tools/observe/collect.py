@@ -206,7 +206,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
     if source == "signal":
         response |= _by_signal(found, record, seconds)
     elif record is not None and "0" in record.ranks:
-        observation = observe(Path(record.temporary, "0"), seconds)
+        observation = observe(record.directory_of(0), seconds)
         if observation is not None:
             response["records"] = list(observation.records.values())
             response["members"] = [asdict(member) for member in observation.members.values()]
@@ -241,7 +241,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> dict[str, Any]:
         paths = sorted(directory.glob("flight-*.json"))
     else:
         begin = time.time_ns()
-        signaled = {rank for rank, pid in job.pids.items() if _signal(Path(record.temporary, str(rank)), pid)}
+        signaled = {rank for rank, pid in job.pids.items() if _signal(record.directory_of(rank), pid)}
         if absent := job.pids.keys() - signaled:
             why = "not at mlxdist.init() yet, past finalize(), or SIGUSR2 is handled by the program"
             notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
@@ -249,7 +249,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> dict[str, Any]:
         # By name, because a shared directory has the records of other hosts' ranks, too.
         paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
         paths = [path for path in paths if path.exists()]
-        written = {rank: read_stack_file(stack_file(Path(record.temporary, str(rank)))) for rank in sorted(late)}
+        written = {rank: read_stack_file(stack_file(record.directory_of(rank))) for rank in sorted(late)}
         for rank, threads in written.items():
             if threads:
                 stacks.append({"rank": rank, "threads": {name: list(calls) for name, calls in threads.items()}})

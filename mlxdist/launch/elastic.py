@@ -1,0 +1,137 @@
+"""Lets a job go on with the ranks that are left (`mlxdist launch --elastic`); membership.py has the agreement."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from mlxdist.base.errors import name_ranks
+
+from .local import new_secret
+from .membership import Decision, Membership, NotAMember
+
+if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from .hosts import HostsJob
+    from .local import LocalJob
+    from .membership_socket import Question
+    from .plan import LaunchPlan
+
+__all__ = ["Elastic", "member_variables"]
+
+# Lists with a number for each rank.
+_BY_RANK = ("MLXDIST_RANK_SHARES_MEMORY", "MLXDIST_RANK_SHARES_COMPUTE", "MLXDIST_MEMORY_GBPS")
+
+
+class Elastic:
+    """The epochs of one start of a job. The supervisor's thread calls its methods."""
+
+    def __init__(
+        self,
+        job: LocalJob | HostsJob,
+        size: int,
+        least: int,
+        patience: float,
+        variables: Callable[[Collection[int]], Mapping[str, str]],
+        on_epoch: Callable[[Decision, str], None],
+    ) -> None:
+        """``least``: ranks that are enough. ``patience``: seconds that a member may let others wait.
+
+        ``variables(members)``: those whose values depend on who the ranks are. ``on_epoch(decision, text)`` is called
+        for each epoch that begins.
+        """
+        self._job = job
+        self._membership = Membership(size, least)
+        self._patience = patience
+        self._variables = variables
+        self._on_epoch = on_epoch
+        self._waits_since = math.inf
+        self._secret = ""  # of the last epoch
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether enough ranks are left."""
+        return self._membership.is_enough
+
+    def has_left_behind(self, rank: int) -> bool:
+        """Whether the others have gone on without this rank."""
+        return rank not in self._membership.members
+
+    def end(self, rank: int) -> None:
+        """Notes that a rank has ended."""
+        self._membership.end(rank)
+
+    def until_next(self) -> float:
+        """The time when `step` is to be called at the latest."""
+        return self._waits_since + self._patience
+
+    def step(self, lost: Mapping[int, str]) -> Decision | None:
+        """Takes the ranks' questions and answers them once it can. Returns the epoch that begins, if one does.
+
+        ``lost``: how ranks have failed since the last one.
+        """
+        for question, address in self._job.questions():
+            self._take(question, address)
+        for member in self._membership.refuse():
+            left, least = len(self._membership.living), self._membership.least
+            self._job.refuse(member, f"{left} of at least {least} ranks are left (--elastic {least})")
+        decision = self._membership.decide()
+        if decision is not None:
+            self._secret = new_secret()
+            self._answer(decision)
+            self._on_epoch(decision, _in_words(decision, lost))
+        waits = bool(self._membership.waiting)
+        self._waits_since = min(self._waits_since, time.monotonic()) if waits else math.inf
+        return decision
+
+    def late(self) -> Collection[int]:
+        """The ranks that have let others wait for too long. They count as gone from now on."""
+        if time.monotonic() < self.until_next():
+            return []
+        late = list(self._membership.missing)
+        for member in late:
+            self._membership.end(member)
+        return late
+
+    def _take(self, question: Question, address: str) -> None:
+        if not question.port:
+            self._membership.withdraw(question.member, question.attempt)
+            return
+        try:
+            decided = self._membership.ask(question.member, question.epoch, question.attempt, address)
+        except NotAMember as error:
+            self._job.refuse(question.member, str(error))
+            return
+        if decided is not None:
+            self._answer(decided)
+
+    def _answer(self, decision: Decision) -> None:
+        """Answers all members that wait. A second time it reaches the one that has asked again."""
+        self._job.begin_epoch(decision, self._secret, self._variables(decision.members))
+
+
+def _in_words(decision: Decision, lost: Mapping[int, str]) -> str:
+    members, size = decision.members, len(decision.members)
+    how = ", ".join(f"rank {rank} is lost ({fate})" for rank, fate in lost.items())
+    new = "" if members == tuple(range(size)) else f", as {name_ranks(range(size))} of it"
+    left = f"{name_ranks(members)} go{'es' * (size == 1)} on in a group of {size}{new}"
+    return f"{how}; {left}" if how else left
+
+
+def member_variables(plan: LaunchPlan, members: Collection[int]) -> dict[str, str]:
+    """The variables that name each rank, for a world of these ranks of the plan."""
+    kept = {member: rank for rank, member in enumerate(members)}
+    found = {}
+    for name in _BY_RANK:
+        numbers = plan.variables.get(name, "").split(",")
+        if len(numbers) == plan.size:
+            found[name] = ",".join(numbers[member] for member in kept)
+    if text := plan.variables.get("MLXDIST_TOPOLOGY"):
+        pairs = [tuple(map(int, pair.split("-"))) for pair in text.split(",")]
+        found["MLXDIST_TOPOLOGY"] = ",".join(f"{kept[a]}-{kept[b]}" for a, b in pairs if a in kept and b in kept)
+    if text := plan.variables.get("MLXDIST_DEVICE_MAP"):
+        from mlxdist.cluster.hostfile import device_map
+
+        found["MLXDIST_DEVICE_MAP"] = device_map.load(text).of_ranks(plan.hosts_of_ranks(), list(kept))
+    return found

@@ -1,0 +1,116 @@
+"""Which ranks go on after a loss: the agreement of `mlxdist launch --elastic`, without sockets and without a clock.
+
+A job that has lost ranks goes on in a new world of those that are left: an epoch. Every living member asks for the next
+epoch (`mlxdist.Group.shrink`), and once all have, the launcher decides: one value, which it gives to each of them. A
+member that dies meanwhile is simply no more waited for; one that dies after the decision lets the new world fail, and
+the others ask for the epoch after it.
+
+The launcher decides alone, because it alone knows for certain who is dead: it has seen the process end, or ended it.
+Rejected: an agreement among the ranks (ULFM's, Raft), which has to guess that from silence, needs a majority that two
+Macs do not have, and would still leave the launcher to be asked. Whoever loses the launcher loses the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Decision", "Membership", "NotAMember"]
+
+
+class Decision(NamedTuple):
+    """An epoch: the members in the order of their ranks in it, and the address where the first of them listens."""
+
+    epoch: int
+    members: tuple[int, ...]
+    address: str
+
+
+class NotAMember(ValueError):
+    """A process asks that has no place in the epoch it names."""
+
+
+class Membership:
+    """The members are the ranks of the start, by their numbers then: these never change.
+
+    Attributes:
+        epoch: the last that has been decided; 0 is the start.
+        members: those of that epoch, in the order of their ranks in it.
+    """
+
+    def __init__(self, size: int, least: int) -> None:
+        """``least``: with fewer living members nothing is decided any more."""
+        self.epoch = 0
+        self.members: tuple[int, ...] = tuple(range(size))
+        self.least = least
+        self._ended: set[int] = set()
+        self._asked: dict[int, str] = {}  # members that wait for the next epoch, and where they listen
+        self._attempts: dict[int, int] = {}  # of each member, the latest
+        self._decision: Decision | None = None
+
+    @property
+    def living(self) -> Sequence[int]:
+        """The members that have not ended."""
+        return [member for member in self.members if member not in self._ended]
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether those that live can go on."""
+        return len(self.living) >= self.least
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """The members that have asked for the next epoch."""
+        return sorted(self._asked)
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """The living members that others wait for: they have not asked."""
+        return [member for member in self.living if member not in self._asked] if self._asked else []
+
+    def end(self, member: int) -> None:
+        """Notes that a member has ended: its process is gone, or it counts as gone from now on."""
+        self._ended.add(member)
+        self._asked.pop(member, None)
+
+    def ask(self, member: int, epoch: int, attempt: int, address: str) -> Decision | None:
+        """Notes that a member of ``epoch`` asks for the next one, and listens at ``address``.
+
+        ``attempt`` grows with each question of a member: what is late or comes twice changes nothing. Returns the next
+        epoch, if it has been decided before: the member has not got the answer.
+
+        Raises:
+            NotAMember: it is none of that epoch, counts as gone, or the epoch is none to go on from.
+        """
+        if member in self._ended or member not in self.members:
+            raise NotAMember(f"rank {member} of the start is no member of epoch {self.epoch} any more")
+        if epoch == self.epoch:
+            if attempt >= self._attempts.get(member, 0):
+                self._attempts[member], self._asked[member] = attempt, address
+            return None
+        if self._decision is not None and epoch == self.epoch - 1:
+            return self._decision
+        raise NotAMember(f"rank {member} of the start asks from epoch {epoch}, and the job is at {self.epoch}")
+
+    def withdraw(self, member: int, attempt: int) -> None:
+        """Notes that a member does not wait for the answer to its question ``attempt`` any more."""
+        if attempt >= self._attempts.get(member, 0):
+            self._attempts[member] = attempt + 1
+            self._asked.pop(member, None)
+
+    def refuse(self) -> Sequence[int]:
+        """Returns the members that wait in vain, since too few are left. They do not wait any more."""
+        vain = [] if self.is_enough else self.waiting
+        for member in vain:
+            del self._asked[member]
+        return vain
+
+    def decide(self) -> Decision | None:
+        """Begins the next epoch once all living members have asked, and are enough; else returns None."""
+        living = tuple(self.living)
+        if not self._asked or self.missing or not self.is_enough:
+            return None
+        self._decision = Decision(self.epoch + 1, living, self._asked[living[0]])
+        self.epoch, self.members = self._decision.epoch, living
+        self._asked.clear()
+        return self._decision
