@@ -218,8 +218,9 @@ class Environment:
     emulated_node: int | None = _of_job(
         "virtual host of this rank, of `mlxdist launch --emulate-nodes`", "none", _integer(0, MAX_RANKS - 1)
     )
-    membership: str | None = _of_job("socket of the launcher for `Group.shrink`", "none", str)
-    epoch: int = _of_job("number of times the group of all ranks has shrunk", "0", _integer(0, 2**31 - 1), 0)
+    membership: str | None = _of_job("socket of the launcher for `Group.shrink` and `grow`", "none", str)
+    epoch: int = _of_job("number of times the group of all ranks has shrunk or grown", "0", _integer(0, 2**31 - 1), 0)
+    join: int = _of_job("1: `init` waits until the others call `Group.grow`", "0", _integer(0, 1), 0)
     member: int | None = _of_job(
         "number of this process at the start of the job", "MLXDIST_RANK", _integer(0, MAX_RANKS - 1)
     )

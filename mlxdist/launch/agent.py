@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
@@ -32,6 +33,7 @@ from .writer import MAX_BACKLOG, Writer
 __all__ = ["serve"]
 
 _READ_BYTES = 65536
+_OF_EPOCHS = (JobFrame.EPOCH, JobFrame.ANSWER, JobFrame.REFUSED, JobFrame.JOINING, JobFrame.JOIN)
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
 # Seconds for the launcher to end the job in order, after the agent has reported the signal that ends it.
@@ -142,12 +144,8 @@ class Agent:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == JobFrame.GONE and self._job is not None:
             self._job.note_end(rank, int(unpack_json(payload)["status"]))
-        elif kind == JobFrame.EPOCH and self._job is not None:
-            fields = unpack_json(payload)
-            decision = Decision(fields["epoch"], tuple(fields["members"]), fields["address"])
-            self._job.begin_epoch(decision, fields["secret"], fields["variables"])
-        elif kind == JobFrame.REFUSED and self._job is not None:
-            self._job.refuse(rank, unpack_json(payload)["why"])
+        elif self._job is not None and kind in _OF_EPOCHS:
+            self._take_epoch(self._job, kind, rank, payload)
         elif kind == JobFrame.INPUT:
             self._owes_ack = bool(payload)
             self._input.put(payload)
@@ -185,20 +183,39 @@ class Agent:
         job.address = fields["address"]
         job.exports = Exports(**fields["exports"])
         for rank in self._numbers:
-            try:
-                self._ranks[rank], *streams = start_with_pipes(job.start, rank)
-            except OSError as error:
-                self._put(pack_json(JobFrame.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
+            if not self._start_rank(job, rank):
                 for missing in range(rank, self._numbers.stop):
                     self._note_exit(job, missing, 126)
                 break
-            for stream, kind in zip(streams, (JobFrame.OUT, JobFrame.ERR)):
-                os.set_blocking(stream, False)
-                self._streams[stream] = (kind, rank)
-                self._selector.register(stream, selectors.EVENT_READ)
         for pipe in job.readers(self._wakeup.wake):
             self._input.add(pipe)
         job.all_started()
+
+    def _start_rank(self, job: LocalJob, rank: int, joins: bool = False) -> bool:
+        try:
+            self._ranks[rank], *streams = start_with_pipes(partial(job.start, joins=joins), rank)
+        except OSError as error:
+            self._put(pack_json(JobFrame.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
+            return False
+        for stream, kind in zip(streams, (JobFrame.OUT, JobFrame.ERR)):
+            os.set_blocking(stream, False)
+            self._streams[stream] = (kind, rank)
+            self._selector.register(stream, selectors.EVENT_READ)
+        return True
+
+    def _take_epoch(self, job: LocalJob, kind: int, rank: int, payload: bytes) -> None:
+        if kind == JobFrame.EPOCH:
+            fields = unpack_json(payload)
+            decision = Decision(fields["epoch"], tuple(fields["members"]), fields["address"])
+            job.begin_epoch(decision, fields["secret"], fields["variables"])
+        elif kind == JobFrame.ANSWER:
+            job.answer(rank)
+        elif kind == JobFrame.REFUSED:
+            job.refuse(rank, unpack_json(payload)["why"])
+        elif kind == JobFrame.JOINING:
+            job.show_joining(payload != b"\0")
+        elif not self._start_rank(job, rank, joins=True):
+            self._note_exit(job, rank, 126)
 
     def _pass_questions(self) -> None:
         """Sends the launcher what ranks here ask for."""

@@ -11,6 +11,7 @@ from mlxdist.base.errors import name_ranks
 
 from .local import new_secret
 from .membership import Decision, Membership, NotAMember
+from .restarts import FIRST_PAUSE, LONGEST_PAUSE
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
     from .hosts import HostsJob
@@ -33,10 +34,12 @@ class Elastic:
         size: int,
         least: int,
         patience: float,
+        restarts: int,
         variables: Callable[[Collection[int]], Mapping[str, str]],
         on_epoch: Callable[[Decision, str], None],
     ) -> None:
-        """``least``: ranks that are enough. ``patience``: seconds that a member may let others wait.
+        """``least``: ranks that are enough. ``patience``: seconds that a member may let others wait. ``restarts``: of
+        lost ranks, all together.
 
         ``variables(members)``: those whose values depend on who the ranks are. ``on_epoch(decision, text)`` is called
         for each epoch that begins.
@@ -44,10 +47,14 @@ class Elastic:
         self._job = job
         self._membership = Membership(size, least)
         self._patience = patience
+        self._restarts = restarts
+        self._pause = FIRST_PAUSE
+        self._to_start: dict[int, float] = {}  # lost ranks, and when
         self._variables = variables
         self._on_epoch = on_epoch
         self._waits_since = math.inf
-        self._secret = ""  # of the last epoch
+        self._before: tuple[int, ...] = self._membership.members
+        self._shown = False  # to the ranks: that processes wait to join
 
     @property
     def can_go_on(self) -> bool:
@@ -62,9 +69,23 @@ class Elastic:
         """Notes that a rank has ended."""
         self._membership.end(rank)
 
+    def lose(self, rank: int) -> None:
+        """Notes that the others have gone on without this rank, which has failed: it is started again, if it may be."""
+        if self._restarts:
+            self._restarts -= 1
+            self._to_start[rank] = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def due(self) -> Collection[int]:
+        """The lost ranks that are to be started again now, to join."""
+        due = [rank for rank, when in self._to_start.items() if time.monotonic() >= when]
+        for rank in due:
+            del self._to_start[rank]
+        return due
+
     def until_next(self) -> float:
-        """The time when `step` is to be called at the latest."""
-        return self._waits_since + self._patience
+        """The time when `step`, `late` or `due` is to be called at the latest."""
+        return min([self._waits_since + self._patience, *self._to_start.values()])
 
     def step(self, lost: Mapping[int, str]) -> Decision | None:
         """Takes the ranks' questions and answers them once it can. Returns the epoch that begins, if one does.
@@ -78,16 +99,25 @@ class Elastic:
             self._job.refuse(member, f"{left} of at least {least} ranks are left (--elastic {least})")
         decision = self._membership.decide()
         if decision is not None:
-            self._secret = new_secret()
-            self._answer(decision)
-            self._on_epoch(decision, _in_words(decision, lost))
+            joined = set(decision.members) - set(self._before)
+            self._before = decision.members
+            self._job.begin_epoch(decision, new_secret(), self._variables(decision.members))
+            self._on_epoch(decision, _in_words(decision, lost, joined))
+        if self._shown != bool(self._membership.joining):
+            self._shown = not self._shown
+            self._job.show_joining(self._shown)
         waits = bool(self._membership.waiting)
         self._waits_since = min(self._waits_since, time.monotonic()) if waits else math.inf
         return decision
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all members have ended."""
+        return not self._membership.living
+
     def late(self) -> Collection[int]:
         """The ranks that have let others wait for too long. They count as gone from now on."""
-        if time.monotonic() < self.until_next():
+        if time.monotonic() < self._waits_since + self._patience:
             return []
         late = list(self._membership.missing)
         for member in late:
@@ -95,28 +125,30 @@ class Elastic:
         return late
 
     def _take(self, question: Question, address: str) -> None:
+        member, attempt = question.member, question.attempt
         if not question.port:
-            self._membership.withdraw(question.member, question.attempt)
+            self._membership.withdraw(member, attempt)
             return
         try:
-            decided = self._membership.ask(question.member, question.epoch, question.attempt, address)
+            if question.kind == "join":
+                decided = self._membership.join(member, attempt, address)
+            else:
+                grows = question.kind == "grow"
+                decided = self._membership.ask(member, question.epoch, attempt, address, grows)
         except NotAMember as error:
-            self._job.refuse(question.member, str(error))
+            self._job.refuse(member, str(error))
             return
         if decided is not None:
-            self._answer(decided)
-
-    def _answer(self, decision: Decision) -> None:
-        """Answers all members that wait. A second time it reaches the one that has asked again."""
-        self._job.begin_epoch(decision, self._secret, self._variables(decision.members))
+            self._job.answer(member)
 
 
-def _in_words(decision: Decision, lost: Mapping[int, str]) -> str:
+def _in_words(decision: Decision, lost: Mapping[int, str], joined: Collection[int]) -> str:
     members, size = decision.members, len(decision.members)
-    how = ", ".join(f"rank {rank} is lost ({fate})" for rank, fate in lost.items())
-    new = "" if members == tuple(range(size)) else f", as {name_ranks(range(size))} of it"
-    left = f"{name_ranks(members)} go{'es' * (size == 1)} on in a group of {size}{new}"
-    return f"{how}; {left}" if how else left
+    how = [f"rank {rank} is lost ({fate})" for rank, fate in lost.items()]
+    how += [f"rank {rank} has joined again" for rank in sorted(joined)]
+    order = "" if members == tuple(sorted(members)) else f", in the order {', '.join(map(str, members))}"
+    left = f"{name_ranks(sorted(members))} go{'es' * (size == 1)} on in a group of {size}{order}"
+    return "; ".join([", ".join(how), left] if how else [left])
 
 
 def member_variables(plan: LaunchPlan, members: Collection[int]) -> dict[str, str]:

@@ -173,9 +173,18 @@ class HostsJob:
             return Path(first.ready["directory"], "0")
         return self._address_for_follower(), int(first.ready["follower_port"])
 
-    def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
-        """Adds a rank. Ranks run once all have been added; see `all_started`. `readers` give them standard input."""
-        return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
+    def start(self, rank: int, stdout: int, stderr: int, joins: bool = False) -> RemoteRank:
+        """Adds a rank. Ranks run once all have been added; see `all_started`. `readers` give them standard input.
+
+        ``joins``: see `LocalJob.start`; it is started at once.
+        """
+        host = self._host_of[rank]
+        if joins and host.closed:
+            raise OSError(f"{host.name} is lost")
+        added = host.add_rank(rank, os.dup(stdout), os.dup(stderr))
+        if joins:
+            host.send(JobFrame.JOIN, rank)
+        return added
 
     def all_started(self) -> None:
         exports = self._backend.exports([host.ready["ports"] for host in self._hosts])
@@ -236,6 +245,15 @@ class HostsJob:
         for host in dict.fromkeys(self._host_of[member] for member in decision.members):
             host.first_failed = None  # one of the epoch before
             host.send_json(JobFrame.EPOCH, fields)
+
+    def answer(self, member: int) -> None:
+        """See `LocalJob.answer`."""
+        self._host_of[member].send(JobFrame.ANSWER, member)
+
+    def show_joining(self, some: bool) -> None:
+        """See `LocalJob.show_joining`; any rank may be rank 0."""
+        for host in self._hosts:
+            host.send(JobFrame.JOINING, payload=bytes([some]))
 
     def refuse(self, member: int, why: str) -> None:
         """See `LocalJob.refuse`."""

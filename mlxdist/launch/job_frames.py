@@ -19,8 +19,11 @@ class JobFrame(IntEnum):
     END = 19  # end whatever is left of the job on this host
     PING = 20  # the launcher lives; the agent answers with PONG
     GONE = 21  # JSON: the exit status of a rank of another host
-    EPOCH = 22  # JSON: a smaller world of the job (elastic.py)
-    REFUSED = 23  # JSON: why a rank that asks for one gets none
+    EPOCH = 22  # JSON: a smaller or larger world of the job (elastic.py), for all ranks that wait for it
+    ANSWER = 23  # the last one again, for one rank
+    REFUSED = 24  # JSON: why a rank that asks for one gets none
+    JOIN = 25  # start a rank that joins the job
+    JOINING = 26  # whether processes wait to join, in one byte
     # agent to launcher
     READY = 32  # JSON: where rank 0 will listen, if it is here; free ports; the directory of the ranks
     OUT = 33  # what a rank has printed; empty: it has closed the stream
@@ -30,4 +33,4 @@ class JobFrame(IntEnum):
     FAILED = 37  # JSON: the job cannot run here
     STOPPED = 38  # a number in one byte: the signal that makes the agent leave
     PONG = 39
-    QUESTION = 40  # JSON: a rank asks for a smaller world, or does not any more
+    QUESTION = 40  # JSON: a rank asks for another world, or does not any more

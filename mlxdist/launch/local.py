@@ -190,6 +190,7 @@ class LocalJob:
         self._sockets: dict[str, socket.socket] = {}  # of rank 0, by the variables that name their descriptors
         self.members: tuple[int, ...] = tuple(range(self.size))  # in the order of their ranks; see `Membership`
         self._membership: MembershipSocket | None = None
+        self._epoch: dict[str, str] = {}  # variables of its members
         self.succeeded = False
         allow_descriptors(self.size)
         # A short name, because ranks make Unix sockets inside, whose paths may have about 100 characters at most.
@@ -237,9 +238,13 @@ class LocalJob:
         """Its temporary directory."""
         return self.directory / "0"
 
-    def start(self, rank: int, stdout: int, stderr: int) -> LocalRank:
-        """Starts one rank, which writes to these two descriptors."""
+    def start(self, rank: int, stdout: int, stderr: int, joins: bool = False) -> LocalRank:
+        """Starts one rank, which writes to these two descriptors.
+
+        ``joins``: it takes the place of one that is lost, in a job that runs.
+        """
         temporary = self.directory / str(rank)
+        shutil.rmtree(temporary, ignore_errors=True)  # that of a lost rank
         temporary.mkdir()
         local_rank = rank - self.first
         variables = (
@@ -257,6 +262,8 @@ class LocalJob:
         )
         if self._membership is not None:
             variables["MLXDIST_MEMBERSHIP"] = str(self._membership_path)
+        if joins:
+            variables["MLXDIST_JOIN"] = "1"
         variables |= self.exports.variables | dict.fromkeys(self.exports.by_local_rank, str(local_rank))
         for name, text in self.exports.files.items():
             (temporary / name).write_text(text)
@@ -272,7 +279,7 @@ class LocalJob:
             self._close_sockets()  # the rank that is 0 will listen there
         passed = {name: sock.fileno() for name, sock in self._sockets.items()} if rank == 0 else {}
         variables |= {name: str(descriptor) for name, descriptor in passed.items()}
-        stdin = self._standard_input(rank)
+        stdin = subprocess.DEVNULL if joins else self._standard_input(rank)
         try:
             process = subprocess.Popen(
                 self.command,
@@ -339,26 +346,34 @@ class LocalJob:
         """The questions of ranks here since the last call, each with the address where its rank listens."""
         found = [] if self._membership is None else self._membership.questions()
         host = parse_address(self.address)[0] if self.address else ""
-        return [(each, format_address(host, each.port)) for each in found if each.member in self._started]
+        own = {member: self._started[member] for member in self._running}
+        return [(each, format_address(host, each.port)) for each in found if own.get(each.member) == each.session]
 
     def begin_epoch(self, decision: "Decision", secret: str, variables: Mapping[str, str]) -> None:
         """Answers the members here: their new world. ``variables``: those that depend on who the ranks are."""
         self.members = decision.members
         self.first_failure = self.directory / f"first_failure-{decision.epoch}"
         self._record.note_ranks(self._started, self.members)
-        for rank, member in enumerate(self.members):
-            if member in self._started and self._membership is not None:
-                own = self._of_epoch(decision, rank) | {"MLXDIST_SECRET": secret}
-                self._membership.answer(member, {"members": decision.members, "variables": {**variables, **own}})
-
-    def _of_epoch(self, decision: "Decision", rank: int) -> dict[str, str]:
-        variables = {
+        self._epoch = {
             "MLXDIST_RENDEZVOUS": decision.address,
+            "MLXDIST_SECRET": secret,
             "MLXDIST_EPOCH": str(decision.epoch),
-            "MLXDIST_MEMBER": str(decision.members[rank]),
             "MLXDIST_ERROR_FILE": str(self.first_failure),
+            **variables,
         }
-        return variables | _numbers(rank, len(decision.members))
+        for member in self.members:
+            self.answer(member)
+
+    def answer(self, member: int) -> None:
+        """Answers a member here that waits for the epoch that has begun."""
+        if member in self._running and self._membership is not None:
+            own = {"MLXDIST_MEMBER": str(member), **_numbers(self.members.index(member), len(self.members))}
+            self._membership.answer(member, {"members": self.members, "variables": self._epoch | own})
+
+    def show_joining(self, some: bool) -> None:
+        """Shows the ranks here whether processes wait to join."""
+        if self._membership is not None:
+            self._membership.show_joining(some)
 
     def refuse(self, member: int, why: str) -> None:
         """Answers a member here that waits for another epoch: there will be none with it."""

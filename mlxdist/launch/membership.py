@@ -1,9 +1,9 @@
-"""Which ranks go on after a loss: the agreement of `mlxdist launch --elastic`, without sockets and without a clock.
+"""Which ranks go on: the agreement of `mlxdist launch --elastic`, without sockets and without a clock.
 
 A job that has lost ranks goes on in a new world of those that are left: an epoch. Every living member asks for the next
-epoch (`mlxdist.Group.shrink`), and once all have, the launcher decides: one value, which it gives to each of them. A
-member that dies meanwhile is simply no more waited for; one that dies after the decision lets the new world fail, and
-the others ask for the epoch after it.
+epoch (`mlxdist.Group.shrink`, `grow`), and once all have, the launcher decides: one value, which it gives to each of
+them. A member that dies meanwhile is simply no more waited for; one that dies after the decision lets the new world
+fail, and the others ask for the epoch after it. Where all ask to grow, processes that wait to join are in it, too.
 
 The launcher decides alone, because it alone knows for certain who is dead: it has seen the process end, or ended it.
 Rejected: an agreement among the ranks (ULFM's, Raft), which has to guess that from silence, needs a majority that two
@@ -31,7 +31,8 @@ class NotAMember(ValueError):
 
 
 class Membership:
-    """The members are the ranks of the start, by their numbers then: these never change.
+    """The members are the ranks of the start, by their numbers then: a process that takes the place of a lost one has
+    the number of that.
 
     Attributes:
         epoch: the last that has been decided; 0 is the start.
@@ -45,8 +46,11 @@ class Membership:
         self.least = least
         self._ended: set[int] = set()
         self._asked: dict[int, str] = {}  # members that wait for the next epoch, and where they listen
+        self._grows: dict[int, bool] = {}  # whether they ask to grow
+        self._joining: dict[int, str] = {}  # processes that wait to join, likewise
         self._attempts: dict[int, int] = {}  # of each member, the latest
         self._decision: Decision | None = None
+        self._new: tuple[int, ...] = ()  # members that have joined with it
 
     @property
     def living(self) -> Sequence[int]:
@@ -64,20 +68,40 @@ class Membership:
         return sorted(self._asked)
 
     @property
+    def joining(self) -> Sequence[int]:
+        """The numbers of the processes that wait to join."""
+        return sorted(self._joining)
+
+    @property
     def missing(self) -> Sequence[int]:
         """The living members that others wait for: they have not asked."""
         return [member for member in self.living if member not in self._asked] if self._asked else []
 
     def end(self, member: int) -> None:
-        """Notes that a member has ended: its process is gone, or it counts as gone from now on."""
-        self._ended.add(member)
-        self._asked.pop(member, None)
+        """Notes that a member, or what was to take its place, has ended, or counts as gone from now on."""
+        if self._joining.pop(member, None) is None:
+            self._ended.add(member)
+            self._asked.pop(member, None)
 
-    def ask(self, member: int, epoch: int, attempt: int, address: str) -> Decision | None:
+    def join(self, member: int, attempt: int, address: str) -> Decision | None:
+        """Notes that a process asks to take the place of a member that has ended; see `ask`.
+
+        Raises:
+            NotAMember: that place is taken.
+        """
+        if member in self.living:
+            if self._decision is not None and member in self._new:
+                return self._decision
+            raise NotAMember(f"the place of rank {member} of the start is taken")
+        if attempt >= self._attempts.get(member, 0):
+            self._attempts[member], self._joining[member] = attempt, address
+        return None
+
+    def ask(self, member: int, epoch: int, attempt: int, address: str, grows: bool = False) -> Decision | None:
         """Notes that a member of ``epoch`` asks for the next one, and listens at ``address``.
 
         ``attempt`` grows with each question of a member: what is late or comes twice changes nothing. Returns the next
-        epoch, if it has been decided before: the member has not got the answer.
+        epoch, if it has been decided before: the member has not got the answer. ``grows``: processes may join.
 
         Raises:
             NotAMember: it is none of that epoch, counts as gone, or the epoch is none to go on from.
@@ -86,7 +110,7 @@ class Membership:
             raise NotAMember(f"rank {member} of the start is no member of epoch {self.epoch} any more")
         if epoch == self.epoch:
             if attempt >= self._attempts.get(member, 0):
-                self._attempts[member], self._asked[member] = attempt, address
+                self._attempts[member], self._asked[member], self._grows[member] = attempt, address, grows
             return None
         if self._decision is not None and epoch == self.epoch - 1:
             return self._decision
@@ -97,6 +121,7 @@ class Membership:
         if attempt >= self._attempts.get(member, 0):
             self._attempts[member] = attempt + 1
             self._asked.pop(member, None)
+            self._joining.pop(member, None)
 
     def refuse(self) -> Sequence[int]:
         """Returns the members that wait in vain, since too few are left. They do not wait any more."""
@@ -110,7 +135,12 @@ class Membership:
         living = tuple(self.living)
         if not self._asked or self.missing or not self.is_enough:
             return None
-        self._decision = Decision(self.epoch + 1, living, self._asked[living[0]])
-        self.epoch, self.members = self._decision.epoch, living
+        # Who joins comes last: rank 0 has the state that it needs.
+        self._new = tuple(self.joining) if all(self._grows[member] for member in living) else ()
+        self._decision = Decision(self.epoch + 1, living + self._new, self._asked[living[0]])
+        self.epoch, self.members = self._decision.epoch, self._decision.members
+        for member in self._new:
+            del self._joining[member]
+        self._ended -= set(self._new)
         self._asked.clear()
         return self._decision

@@ -1,4 +1,5 @@
-"""Where the ranks of this host ask for the next epoch (`mlxdist.Group.shrink`): a Unix socket in the job's directory.
+"""Where the ranks of this host ask for the next epoch (`mlxdist.Group.shrink`, `grow`): a Unix socket in the job's
+directory.
 
 A rank connects, sends a line of JSON, and reads one: the variables of its new world, or why there is none. A connection
 that ends before that takes the question back. Other users cannot enter the directory.
@@ -15,13 +16,13 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import build, checked, number
+from mlxdist.base.validation import build, checked, number, one_of
 
 __all__ = ["MembershipSocket", "Question"]
 
@@ -34,21 +35,32 @@ _SEND_SECONDS = 5.0  # a rank that is stopped reads nothing
 class Question:
     """A question of a member, or, with port 0, its end: the member does not wait for the answer any more.
 
-    ``attempt`` counts the questions of a member; it listens at ``port`` for the others of the new world.
+    Attributes:
+        kind: how it goes on: "shrink", "grow", or "join" for a process that is in no epoch yet.
+        member: its rank at the start of the job, or that of the process whose place it takes.
+        session: of its process, which leads it: another process may have had its place before.
+        attempt: grows with each question of a member.
+        port: where it listens for the others of the new world.
     """
 
+    kind: str = checked(one_of(("shrink", "grow", "join")))
     member: int = checked(number(0, MAX_RANKS - 1))
+    session: int = checked(number(1, 2**31))
     epoch: int = checked(number(0, 2**31))
-    attempt: int = checked(number(0, 2**31))
+    attempt: int = checked(number(0, 2**63))
     port: int = checked(number(0, 65535))
 
 
 class MembershipSocket:
-    """Takes questions in a thread of its own. Its methods may be called from any other one."""
+    """Takes questions in a thread of its own. Its methods may be called from any other one.
+
+    A file beside the socket is there while processes wait to join: for a rank to look at often.
+    """
 
     def __init__(self, path: Path, wake: Callable[[], None]) -> None:
         """``wake()`` is called, in that thread, when `questions` has something new."""
         self._wake = wake
+        self._joining = Path(f"{path}.joining")
         self._lock = threading.Lock()  # guards the two that follow
         self._new: list[Question] = []
         self._waiting: dict[socket.socket, Question] = {}
@@ -83,6 +95,11 @@ class MembershipSocket:
                 connection.sendall(line)
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # its end makes the thread close it
+
+    def show_joining(self, some: bool) -> None:
+        """Shows the ranks whether processes wait to join."""
+        with contextlib.suppress(OSError):  # the disk is full: they join later
+            self._joining.touch() if some else self._joining.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._stop.close()
@@ -146,6 +163,6 @@ class MembershipSocket:
         connection.close()
         with self._lock:
             if question := self._waiting.pop(connection, None):
-                self._new.append(Question(question.member, question.epoch, question.attempt, 0))
+                self._new.append(replace(question, port=0))
         if question:
             self._wake()

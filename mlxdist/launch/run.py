@@ -100,7 +100,8 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
                     raise
                 return Ending(1, str(error), failed=True, cause=str(error))  # a host may be back at the next restart
             elastic = _elastic(job, plan, partial(_shrunk, say, events, restart))
-            supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic)
+            start_again = partial(_start, job, output=output, plan=plan, joins=True)
+            supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic, start_again)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
 
@@ -150,7 +151,8 @@ def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[Dec
     from .elastic import Elastic, member_variables
 
     patience = Environment.read(plan.variables).rendezvous_timeout
-    return Elastic(job, plan.size, plan.options.elastic, patience, partial(member_variables, plan), on_epoch)
+    least, restarts = plan.options.elastic, plan.options.max_restarts
+    return Elastic(job, plan.size, least, patience, restarts, partial(member_variables, plan), on_epoch)
 
 
 def _shrunk(
@@ -235,8 +237,10 @@ def _of_plan(plan: LaunchPlan, ending: Ending) -> Ending:
     return replace(ending, text=text)
 
 
-def _start(job: LocalJob | HostsJob, rank: int, output: Output | None, plan: LaunchPlan) -> LocalRank | RemoteRank:
-    start: Callable[[int, int, int], LocalRank | RemoteRank] = job.start
+def _start(
+    job: LocalJob | HostsJob, rank: int, output: Output | None, plan: LaunchPlan, joins: bool = False
+) -> LocalRank | RemoteRank:
+    start: Callable[[int, int, int], LocalRank | RemoteRank] = partial(job.start, joins=joins)
     try:
         if output is None:
             return start(rank, 1, 2)

@@ -23,11 +23,12 @@ import math
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from mlxdist.base.errors import name_ranks
 
+from .executable import CannotRun
 from .exit_status import TOO_LATE, Ending, FirstFailure, describe
 from .output import Output
 from .reaper import LOST_DOMAINS
@@ -66,7 +67,9 @@ class Supervisor:
         say: Callable[[str], None],
         options: Options,
         elastic: Elastic | None = None,
+        start_again: Callable[[int], Rank] | None = None,
     ) -> None:
+        """``start_again(rank)``, for ``elastic``, starts a rank in the place of a lost one. It raises CannotRun."""
         self._job = job
         self._wakeup = wakeup
         self._output = output
@@ -77,6 +80,7 @@ class Supervisor:
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
         self._elastic = elastic
+        self._start_again = start_again
         self._lost: list[int] = []  # ranks that have failed, without which the others have gone on
         self._stalled = ""  # how, once another thread has found it
         self._running: dict[int, Rank] = {}
@@ -227,7 +231,7 @@ class Supervisor:
         if self._sent is not None:
             self._left_after[rank.rank] = self._sent.name
         elif self._elastic is not None and self._elastic.has_left_behind(rank.rank):
-            self._lost.append(rank.rank)
+            self._lose(rank.rank)
         elif status != 0:
             self._failed.append((rank.rank, now - self._started))
         if self._elastic is not None:
@@ -237,14 +241,36 @@ class Supervisor:
             self._rungs = [signal.SIGTERM, signal.SIGKILL]
             self._next = now + self._grace
 
+    def _start_due(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            try:
+                if self._start_again is not None:
+                    self.add(self._start_again(rank))
+            except CannotRun as error:
+                self._say(str(error))
+
+    def _lose(self, rank: int) -> None:
+        self._lost.append(rank)
+        if self._elastic is not None:
+            self._elastic.lose(rank)
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether the others have gone on without this rank, and it has not joined them again."""
+        return rank in self._lost and self._elastic is not None and self._elastic.has_left_behind(rank)
+
     def _go_on(self) -> None:
         """Lets the ranks that are left agree on a smaller group, and ends those that keep them waiting."""
         if self._elastic is None or self._sent is not None:
             return
         fates = {rank: f"{describe(self._statuses[rank])} after {seconds:.1f} s" for rank, seconds in self._failed}
         if self._elastic.step(fates) is not None:
-            self._lost += fates
             self._failed.clear()
+            for rank in fates:
+                self._lose(rank)
+        self._start_due(self._elastic.due())
+        if self._elastic.is_over and self._running and not self._failed:  # what waits to join, waits in vain
+            self._send(signal.SIGTERM)
+            self._rungs, self._next = [signal.SIGKILL], time.monotonic() + self._grace
         for rank in self._elastic.late():
             self._say(f"rank {rank} has not come to Group.shrink() in time, and is killed")
             if rank in self._running:
@@ -294,9 +320,9 @@ class Supervisor:
                 return 0, [f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"]
             first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
             return 128 + self._interrupted_by, [first, *self._fates(None)]
-        if not self._failed and self._lost:
-            left = name_ranks(sorted(self._statuses.keys() - set(self._lost)))
-            return 0, [f"{left} succeeded after {seconds:.1f} s; {name_ranks(sorted(self._lost))} had been lost"]
+        if not self._failed and (lost := sorted(filter(self._is_lost, self._statuses))):
+            left = name_ranks(sorted(self._statuses.keys() - set(lost)))
+            return 0, [f"{left} succeeded after {seconds:.1f} s; {name_ranks(lost)} had been lost"]
         if not self._failed:
             return 0, [f"all ranks succeeded after {seconds:.1f} s"] if self._verbose else []
         if self._output is not None and (trouble := self._output.write_error()):  # their end is its consequence
@@ -326,7 +352,7 @@ class Supervisor:
             if rank == besides:
                 continue
             sent = self._left_after.get(rank)
-            if rank in self._lost:
+            if self._is_lost(rank):
                 fate = "had been lost"
             elif sent is not None:
                 fate = f"ended after {sent}" if sent != "SIGKILL" else "had to be killed (SIGKILL)"

@@ -138,7 +138,7 @@ except mlxdist.PeerLost:
 print(group, flush=True)
 late(1000 if group.rank() == 0 and group.size() == 2 else 0)
 """
-QUESTION = {"member": 0, "epoch": 0, "attempt": 1, "port": 1}
+QUESTION = {"kind": "shrink", "member": 0, "session": 1, "epoch": 0, "attempt": 1, "port": 1}
 
 
 def test_what_is_no_question_is_dropped():

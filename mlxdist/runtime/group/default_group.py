@@ -14,6 +14,7 @@ from ..timeout import native_timeout
 from . import at_exit
 from .engine_group import EngineGroup
 from .group import Group, engine_of
+from .next_epoch import next_epoch
 from .world import World
 
 __all__ = ["current_run", "default_group", "finalize", "init", "replace_world"]
@@ -115,6 +116,9 @@ def _create(strict: bool) -> Group:
                 "mlxdist.init(strict=True): no launcher started this process; run it with "
                 "`mlxdist launch -n 2 -- python ...`"
             )
+    if environment.join:
+        next_epoch(environment, "join")
+        environment = Environment.read()
     world = World(environment, environment.host_name)
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout

@@ -277,9 +277,31 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
             PeerLost: fewer than MIN ranks are left, or this one counts as lost.
             RendezvousError: the others do not come together, or the launcher is gone.
         """
-        from .shrink import shrink  # above this module: it makes a group of all ranks
+        from .elastic import shrink  # above this module: it makes a group of all ranks
 
         return shrink(self)
+
+    def grow(self) -> "Group":
+        """Takes in the processes that wait to join: makes a group of all ranks and these, and takes this one down.
+
+        All ranks must call it, at the same place: between steps, as often as they like. Where no process waits it
+        returns this group, and costs a broadcast of one byte. ``mlxdist launch --elastic MIN --max-restarts K`` starts
+        lost ranks again; their :func:`init` returns in the group that this makes. They come last in it, so rank 0 has
+        the state that all need: let it broadcast that.
+
+        What was made of the old group raises, as after :meth:`shrink`.
+
+        Returns:
+            The new group, which is :func:`init`'s from then on; the group itself if no process waits.
+
+        Raises:
+            InvalidArgument: the job is not elastic; this group was made by :meth:`split`, or has ended.
+            Mismatch, Timeout, PeerLost, Aborted: not all ranks came.
+            RendezvousError: the others do not come together, or the launcher is gone.
+        """
+        from .elastic import grow  # above this module: it makes a group of all ranks
+
+        return grow(self)
 
     def abort(self, reason: str) -> None:
         """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.

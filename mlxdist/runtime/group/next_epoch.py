@@ -1,0 +1,76 @@
+"""How a rank asks the launcher for the next epoch of an elastic job, and takes over the variables of its new world.
+
+mlxdist/launch/membership.py decides, and membership_socket.py has the format of the question.
+"""
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from mlxdist.base import errors
+from mlxdist.base.environment import VARIABLES, Environment
+from mlxdist.base.json_reader import parse_json
+
+__all__ = ["do_others_join", "next_epoch"]
+
+_MAX_BYTES = 32 << 20  # of the answer, which may have a device map
+_NAMES = {variable.name for variable in VARIABLES} | {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_WORLD_SIZE"}
+
+
+def do_others_join(environment: Environment) -> bool:
+    """Whether processes wait to join, as far as this host knows."""
+    return os.path.exists(f"{environment.membership}.joining")
+
+
+def next_epoch(environment: Environment, kind: str) -> object:
+    """Waits for the launcher's answer, and takes over the variables of the next epoch. Returns its members.
+
+    Args:
+        environment: of the last epoch.
+        kind: "shrink", "grow" or "join".
+
+    Raises:
+        PeerLost: this rank cannot go on, and why.
+        RendezvousError: the launcher does not answer.
+    """
+    host = environment.address[0]
+    is_here = host in ("127.0.0.1", "::1")
+    family = socket.AF_INET6 if ":" in host or (not is_here and socket.has_dualstack_ipv6()) else socket.AF_INET
+    both = family == socket.AF_INET6 and not is_here
+    with socket.create_server((host if is_here else "", 0), family=family, dualstack_ipv6=both) as listener:
+        answer = _ask(environment, kind, listener.getsockname()[1])
+        if error := answer.get("error"):
+            raise errors.PeerLost(f"{kind}: rank {environment.rank} cannot go on: {error}")
+        variables = {name: str(text) for name, text in answer["variables"].items() if name in _NAMES}
+        for name in ("MLXDIST_JOIN", "MLXDIST_RENDEZVOUS_FD", "MLXDIST_FOLLOWER_FD"):
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        if variables["MLXDIST_RANK"] == "0" and variables["MLXDIST_WORLD_SIZE"] != "1":
+            os.environ["MLXDIST_RENDEZVOUS_FD"] = str(os.dup(listener.fileno()))
+    return answer["members"]
+
+
+def _ask(environment: Environment, kind: str, port: int) -> dict[str, Any]:
+    question = {
+        "kind": kind,
+        "member": environment.first_rank,
+        "session": os.getsid(0),
+        "epoch": environment.epoch,
+        "attempt": time.monotonic_ns(),
+        "port": port,
+    }
+    try:
+        with socket.socket(socket.AF_UNIX) as launcher:
+            launcher.connect(environment.membership or "")
+            launcher.sendall(json.dumps(question).encode() + b"\n")
+            with launcher.makefile("rb") as lines:
+                answer = parse_json(lines.readline(_MAX_BYTES))
+        if not isinstance(answer, dict):
+            raise ValueError("it is no object")
+        return answer
+    except (OSError, ValueError) as error:
+        raise errors.RendezvousError(
+            f"{kind}: the launcher has not answered rank {environment.rank} at {environment.membership}: {error}"
+        ) from None
