@@ -268,7 +268,7 @@ class Supervisor:
             for rank in fates:
                 self._lose(rank)
         self._start_due(self._elastic.due())
-        if self._elastic.is_over and self._running and not self._failed:  # what waits to join, waits in vain
+        if self._elastic.is_over and self._running:  # what waits to join, waits in vain
             self._send(signal.SIGTERM)
             self._rungs, self._next = [signal.SIGKILL], time.monotonic() + self._grace
         for rank in self._elastic.late():

@@ -15,6 +15,7 @@ batches.py                Batches: which rows a rank takes; datasets.py: load_da
 seeds.py                  Seeds: random numbers by step
 schedules.py              BatchRampUp, warm_up, linear_scaling, sqrt_scaling
 checkpoint/               Checkpoints: saved by all ranks, loaded by any number of them
+elastic.py                elastic, InMemoryCheckpoint: go on without lost ranks
 control.py                Control, Decision: stop, save and skip on all ranks alike
 gradient_guard.py         GradientGuard; loss_alarm.py: LossAlarm
 throughput.py             Throughput; flops.py: FlopsPerToken, flops_per_token
@@ -27,6 +28,7 @@ from .config import TrainConfig
 from .control import Control, Decision
 from .data_parallel import all_reduce_grads, average_gradients
 from .datasets import load_dataset
+from .elastic import InMemoryCheckpoint, elastic
 from .flops import FlopsPerToken, flops_per_token
 from .fully_shard.fully_shard import fully_shard
 from .gradient_guard import GradientGuard
@@ -47,6 +49,7 @@ __all__ = [
     "Decision",
     "FlopsPerToken",
     "GradientGuard",
+    "InMemoryCheckpoint",
     "LossAlarm",
     "MixedPrecision",
     "Seeds",
@@ -56,6 +59,7 @@ __all__ = [
     "all_reduce_grads",
     "average_gradients",
     "clip_grad_norm",
+    "elastic",
     "flops_per_token",
     "fully_shard",
     "linear_scaling",

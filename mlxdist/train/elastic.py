@@ -1,0 +1,160 @@
+"""Elastic training: when ranks are lost the others go on with the state of the last step, and lost ranks join again.
+
+The state is kept in memory, on every rank: in-memory checkpoints, as Gemini (SOSP 2023) and torchft have them. Here all
+ranks hold all of it, as data-parallel training does. So what is saved is a list of references to the arrays of the last
+step, and any rank that is left can give it to those that join.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlxdist.base.errors import Aborted, InvalidArgument, PeerLost
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.runtime.group.default_group import init
+from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.collectives import all_gather, broadcast
+
+from .checkpoint.ranks import gather
+from .checkpoint.state import collect, put_back
+
+__all__ = ["InMemoryCheckpoint", "elastic"]
+
+_Result = TypeVar("_Result")
+
+
+class _GroupChanged(BaseException):
+    """Ranks have joined: the training begins with the new group. No error, so programs do not catch it as one."""
+
+
+class InMemoryCheckpoint:
+    """The state of the last step, on every rank; :func:`elastic` makes it.
+
+    It holds the arrays of one step beside those that the next one makes: about twice the parameters and the state of
+    the optimizer.
+    """
+
+    def __init__(self, grow_every: int) -> None:
+        self._grow_every = grow_every
+        self._step = -1
+        self._arrays: dict[str, mx.array] = {}
+        self._values: dict[str, Any] = {}
+
+    def save(self, step: int, state: Any) -> None:
+        """Keeps ``state``, after ``step`` steps. Ranks that wait to join do so now, at every ``grow_every``-th step.
+
+        All ranks call it. Where ranks have joined it does not return: the function of :func:`elastic` is called again.
+
+        Args:
+            step: how many steps are done, the same on all ranks.
+            state: a tree, as :meth:`Checkpoints.save` takes it; whole on every rank. Nothing in it is copied.
+
+        Raises:
+            InvalidArgument: the tree has something else in it; a rank has only a part of an array.
+        """
+        found = collect(state)
+        if parts := [path for path, cut in found.cuts.items() if not cut.is_full]:
+            raise InvalidArgument(
+                f"InMemoryCheckpoint.save: this rank has only a part of '{parts[0]}', which would "
+                "be lost with it; save with Checkpoints, and let the job start again (--max-restarts)"
+            )
+        mx.eval(list(found.arrays.values()))
+        self._step, self._arrays, self._values = step, found.arrays, found.values
+        group = init()
+        if step % self._grow_every == 0 and group.grow() is not group:
+            raise _GroupChanged
+
+    def load(self, state: Any) -> int | None:
+        """Puts the state of the latest step that any rank has into ``state``, in place. All ranks call it.
+
+        Returns the number of steps that are done; ``None`` if nothing has been saved: ``state`` is as it was.
+
+        Args:
+            state: a tree as that of :meth:`save`, the same on all ranks.
+
+        Raises:
+            InvalidArgument: the tree has other arrays, or other values, than what was saved.
+        """
+        group = init()
+        steps = all_gather(np.array([self._step])).tolist()
+        latest = max(steps)
+        if latest < 0:
+            return None
+        if min(steps) < latest:
+            self._receive(group, steps.index(latest))
+            self._step = latest
+        with agreed("InMemoryCheckpoint.load", group, sorted(self._arrays), sorted(self._values)):
+            self._check(state)
+        put_back(state, {**self._arrays, **self._values})
+        return latest
+
+    def _receive(self, group: Group, root: int) -> None:
+        """Gives all ranks what ``root`` has saved."""
+        is_root = group.rank() == root
+        listed = [[path, list(array.shape), str(array.dtype)] for path, array in self._arrays.items()]
+        listed, values = gather([listed, self._values] if is_root else None, group)[root]
+        arrays = {}
+        for path, shape, dtype in listed:
+            array = self._arrays[path] if is_root else mx.zeros(shape, getattr(mx, dtype.removeprefix("mlx.core.")))
+            arrays[path] = broadcast(array, root)
+            mx.eval(arrays[path])  # one at a time: each is there twice only meanwhile
+        self._arrays, self._values = arrays, values
+
+    def _check(self, state: Any) -> None:
+        found = collect(state)
+        for path, array in found.arrays.items():
+            saved = self._arrays.get(path)
+            if saved is None or (saved.shape, saved.dtype) != (array.shape, array.dtype):
+                what = "nothing" if saved is None else f"{saved.dtype} of {saved.shape}"
+                raise InvalidArgument(
+                    f"InMemoryCheckpoint.load: '{path}' is {array.dtype} of {array.shape}, and saved was {what}"
+                )
+        if missing := sorted(found.values.keys() - self._values.keys()):
+            raise InvalidArgument(f"InMemoryCheckpoint.load: '{missing[0]}' was not saved")
+
+
+def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: int = 10) -> _Result:
+    """Trains with the ranks that there are: calls ``function``, again each time that ranks are lost or have joined.
+
+        def training(checkpoint):
+            batches = train.Batches(dataset, batch_size=32)  # of the ranks that there are now
+            state = {"model": model, "optimizer": optimizer, "batches": batches}
+            checkpoint.load(state)
+            while batches.step < steps:
+                ...
+                checkpoint.save(batches.step, state)
+
+        train.elastic(training)
+
+    Start the job with ``mlxdist launch --elastic MIN``. After a loss the others shrink the group
+    (:meth:`mlxdist.Group.shrink`) and go on from the latest step that any of them has saved: what is lost is at most
+    the step that was going on. With ``--max-restarts K`` lost ranks are started again, and join. What belongs to a
+    group, such as :class:`Batches`, meshes and functions of :func:`value_and_grad`, has to be made in ``function``.
+    A batch has the same rows on any number of ranks, so the training stays that of one process, but for the order in
+    which gradients are added up.
+
+    Args:
+        function: takes an :class:`InMemoryCheckpoint`; the same on all ranks. It trains to the end.
+        grow_every: ranks that wait may join at each such step; a look costs a broadcast of one byte.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        InvalidArgument: ``grow_every`` is not a number from 1; the job was not started as an elastic one.
+        PeerLost, Aborted: too few ranks are left; or the group has failed, and no rank was lost.
+    """
+    if not isinstance(grow_every, int) or grow_every < 1:
+        raise InvalidArgument(f"elastic: grow_every is {grow_every!r}; it must be a number from 1")
+    checkpoint = InMemoryCheckpoint(grow_every)
+    while True:
+        group = init()
+        try:
+            return function(checkpoint)
+        except _GroupChanged:
+            continue
+        except (PeerLost, Aborted):
+            if init().shrink().size() == group.size():  # it would fail again
+                raise

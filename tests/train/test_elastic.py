@@ -1,0 +1,87 @@
+"""train.elastic: the others go on when ranks are lost, with the weights that a run without losses has."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launching import RANK_SCRIPTS, launch, nothing_left, python  # noqa: F401
+
+SCRIPT = RANK_SCRIPTS / "elastic_training.py"
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reference") / "weights.npz"
+    command = [sys.executable, SCRIPT, file, str(STEPS)]
+    assert subprocess.run(command, timeout=120).returncode == 0
+    return dict(np.load(file))
+
+
+def train(file, *arguments, ranks=4, options=()):
+    elastic = ["--elastic", "1", *options]
+    return launch(ranks, sys.executable, str(SCRIPT), str(file), str(STEPS), *arguments, options=elastic, timeout=120)
+
+
+# Each seed loses about three processes; the long tests together more than fifty.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 18))])
+def test_weights_after_losses_at_random_moments(reference, seed, tmp_path):
+    """Equal to those of one process, but for the order in which gradients are added up."""
+    job = train(tmp_path / "weights.npz", str(seed), options=["--max-restarts", "9"])
+    said = job.stderr.decode()
+    assert job.returncode == 0, said
+    assert "is lost (killed by SIGKILL" in said
+    found = dict(np.load(tmp_path / "weights.npz"))
+    assert found.keys() == reference.keys()
+    for name, weights in reference.items():
+        np.testing.assert_allclose(found[name], weights, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+REFUSED = """
+import mlx.core as mx, mlx.nn as nn
+import mlxdist
+from mlxdist import train
+
+def sharded(checkpoint):
+    model = nn.Linear(8, 8)
+    train.fully_shard(model)
+    checkpoint.save(1, {"model": model})
+
+def other(checkpoint):
+    checkpoint.save(1, {"a": mx.ones(3)})
+    checkpoint.load({"a": mx.ones(mlxdist.init().rank() + 3)})
+
+def unlike(checkpoint):
+    checkpoint.save(1, {"a": mx.ones(3)})
+    checkpoint.load({"b": mx.ones(3)})
+
+def aborts(checkpoint):
+    if mlxdist.init().rank() == 1:
+        mlxdist.init().abort("a reason")
+    mlxdist.barrier()
+
+for function in (sharded, other, unlike, aborts):
+    try:
+        train.elastic(function)
+    except mlxdist.Error as error:
+        print(function.__name__, type(error).__name__, error, flush=True)
+try:
+    train.elastic(other, grow_every=0)
+except mlxdist.InvalidArgument as error:
+    print(error)
+"""
+
+
+def test_what_cannot_be_elastic():
+    job = python(2, REFUSED, options=["--elastic", "1"])
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.decode().splitlines()
+    for words in (
+        "sharded InvalidArgument InMemoryCheckpoint.save: this rank has only a part of 'model.weight'",
+        "other InvalidArgument InMemoryCheckpoint.load: 'a' is mlx.core.float32 of (4,), and saved was",
+        "unlike InvalidArgument InMemoryCheckpoint.load: 'b' is mlx.core.float32 of (3,), and saved was nothing",
+        "aborts Aborted ",
+        "elastic: grow_every is 0; it must be a number from 1",
+    ):
+        assert sum(words in line for line in lines) == 2, (words, lines)
