@@ -1,7 +1,7 @@
 """Sums of rank numbers while ranks are lost: ``MEMBER:STEP`` kills one; ``MEMBER:STEP:WHERE`` elsewhere than in a step.
 
-WHERE is "shrink": it dies once it has asked for the next epoch; "stop": it stops; "idle": no more steps of its own, and
-not lost. With ``fails``, an exception ends it.
+WHERE is "shrink": it dies once it has asked for the next epoch; "stop": it stops; "wait": it waits, and does no more
+steps; "fails": an exception ends it.
 """
 
 import os
@@ -53,6 +53,9 @@ def die(where):
         return
     if where == "fails":
         raise SystemExit(3)
+    if where == "wait":
+        print("waits", flush=True)
+        signal.pause()
     os.kill(os.getpid(), signal.SIGSTOP if where == "stop" else signal.SIGKILL)
 
 

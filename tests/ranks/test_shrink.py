@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from launching import LAUNCH, RANK_SCRIPTS, launch, nothing_left, python, running  # noqa: F401
+from ssh_hosts import ssh_hosts
 from waiting import wait_for
 
 SCRIPT = RANK_SCRIPTS / "shrink.py"
@@ -75,6 +76,24 @@ def test_ranks_of_an_agent():
     job = shrink(4, "0:5", "2:5:shrink", options=["--hosts", "localhost"])
     assert job.returncode == 0, job.stderr
     assert b"left [1, 3] with" in job.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["rank 0", "host"])
+def test_ranks_on_three_hosts(tmp_path, loss):
+    """Rank 0 is on another host then; a host that is lost ends its ranks for the launcher, too."""
+    with ssh_hosts(tmp_path, count=3) as nodes:
+        losses = ["0:5", "3:9"] if loss == "rank 0" else ["2:9:wait", "3:9:wait"]
+        words = ["--hosts", ",".join(f"{name}:2" for name in nodes.names), "--ssh", nodes.ssh, "--elastic", "2"]
+        command = nodes.command(*LAUNCH, *words, "--", sys.executable, str(SCRIPT), *losses)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+            if loss == "host":
+                assert launcher.stdout.readline().endswith("waits\n")
+                nodes.servers[1].kill()
+            output, errors = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, errors
+    left = [1, 2, 4, 5] if loss == "rank 0" else [0, 1, 4, 5]
+    assert output.count(f"left {left} with") == 4, (output, errors)
 
 
 CALLS = """
