@@ -302,6 +302,9 @@ class Environment:
     debug_file: str | None = _of_user(
         "file for debug output; %h is the host, %p the process, %r the rank", "stderr", _pattern
     )
+    sync: int | None = _of_user(
+        "1: operations on mx.array are evaluated where they are called, to find errors", "0", _integer(0, 1)
+    )
     api_key: str = _of_user("key that clients of `mlxdist serve` send", "none", _api_key, "")
     flight_dir: str | None = _of_user(
         "directory of the flight recorder's files, or none", "the current directory", _file

@@ -10,6 +10,7 @@ calls ``join`` and ``wait_for_stream``.
 import ctypes
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -258,10 +259,11 @@ def _add_sum_scatter() -> None:
 
     @functools.wraps(of_mlx)
     def sum_scatter(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
-        scattered = of_mlx(x, group=group, stream=stream)  # refuses what MLX refuses
         members = mx.distributed.init() if group is None else group
         if members.size() == 1 or bridge.is_own(members):
-            return scattered
+            return of_mlx(x, group=group, stream=stream)
+        # Rejects what MLX rejects. It is never evaluated, also where MLXDIST_SYNC evaluates operations.
+        scattered = inspect.unwrap(of_mlx)(x, group=group, stream=stream)
         rows = scattered.shape[0]
         begin = members.rank() * rows
 

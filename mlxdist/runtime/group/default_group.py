@@ -10,6 +10,7 @@ from mlxdist.base.opaque import create
 
 from ..diagnostics import flight_recorder
 from ..native import bridge
+from ..synchronous import evaluate_operations
 from ..timeout import native_timeout
 from . import at_exit
 from .engine_group import EngineGroup
@@ -120,6 +121,8 @@ def _create(strict: bool) -> Group:
         next_epoch(environment, "join")
         environment = Environment.read()
     world = World(environment, environment.host_name)
+    if environment.sync and world.size > 1:
+        evaluate_operations()
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     at_exit.register(world)
