@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .runtime.mesh import Mesh as Mesh
     from .runtime.mesh import mesh as mesh
     from .runtime.operations.collectives import *  # noqa: F403
+    from .runtime.operations.ordered_print import print as print
     from .runtime.operations.point_to_point import *  # noqa: F403
     from .train import all_reduce_grads as all_reduce_grads
     from .train import average_gradients as average_gradients
@@ -45,6 +46,7 @@ _MODULES = {
         all_gather all_max all_min all_reduce all_sum all_to_all all_to_all_v barrier broadcast gather get_rank
         get_world_size is_available meet reduce reduce_scatter scatter sum_scatter
     """.split(),
+    "runtime.operations.ordered_print": ("print",),
     "runtime.operations.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "runtime.group.registration": ("Registration",),
     "runtime.diagnostics.step": ("set_step",),
@@ -53,7 +55,10 @@ _MODULES = {
 _PACKAGES = ("nn", "serve", "train")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+# Public, but `from mlxdist import *` must not replace what every program uses.
+_OF_PYTHON = {"print"}
+
+__all__ = ["__version__", *sorted(_MODULE_OF.keys() - _OF_PYTHON)]
 
 
 def __getattr__(name: str) -> Any:
@@ -67,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES])
+    return sorted([*__all__, *_OF_PYTHON, *_PACKAGES])

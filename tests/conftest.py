@@ -59,6 +59,7 @@ RESIDENT = {
     "mlx_operations.py",
     "nan_guard.py",
     "order.py",
+    "ordered_print.py",
     "ordering.py",
     "parallel_attention.py",
     "parallel_mlp.py",

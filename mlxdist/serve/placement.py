@@ -16,12 +16,12 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.base.tables import size
 from mlxdist.nn.layout.measured_shares import RankShares, resolve, resolve_stages
 from mlxdist.nn.models.load import LoadReport
-from mlxdist.nn.models.load.blobs import broadcast_blob
 from mlxdist.nn.models.load.weight_sources import open_model
 from mlxdist.nn.models.plan import Plan, plan_shards
 from mlxdist.nn.pipeline_parallel import StagePlan, plan_stages
 from mlxdist.nn.rank_checks import agreed, texts
 from mlxdist.runtime.group.group import Group, engine_of
+from mlxdist.runtime.operations.blobs import broadcast_blob
 
 from .decode_cost import DecodeCost, Estimate, MeasuredRanks
 from .log import say

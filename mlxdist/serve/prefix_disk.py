@@ -32,8 +32,8 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.private_files import make_private_directory
 from mlxdist.base.validation import build, checked, list_of, map_of, number, plain_text
-from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import gather_blobs
 
 from .log import say
 

@@ -28,11 +28,11 @@ from mlxdist.base.host_shards import open_checkpoint
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.models.load.adapters import CONFIG, WEIGHTS
-from mlxdist.nn.models.load.blobs import broadcast_blob
 from mlxdist.nn.models.load.weight_checks import fingerprint
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.default_group import init
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import broadcast_blob
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 from mlxdist.version import __version__
 

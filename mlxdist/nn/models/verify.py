@@ -13,11 +13,11 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.base.model_directory import model_directory
 from mlxdist.runtime.group.group import Group, GroupLike
 from mlxdist.runtime.operations.arguments import group_of
+from mlxdist.runtime.operations.blobs import broadcast_blob
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
 from ..layout.modules import dtype_name
 from ..rank_checks import agreed
-from .load.blobs import broadcast_blob
 
 __all__ = ["TOLERANCES", "Verification", "require_agreement", "verify"]
 

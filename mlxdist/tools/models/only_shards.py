@@ -16,9 +16,9 @@ from mlxdist.base.host_shards import MAX_RECORD_BYTES, FileShards, HostShards, P
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.base.validation import list_of, object_of
-from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import gather_blobs
 from mlxdist.runtime.operations.collectives import all_gather
 
 from .places import Manifest, Place

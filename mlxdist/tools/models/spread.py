@@ -18,9 +18,9 @@ import numpy as np
 from mlxdist.base.disk_space import require_room
 from mlxdist.base.errors import Error, InvalidArgument, TransportError
 from mlxdist.base.host_shards import HostShards, remove_shards, write_record
-from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import gather_blobs
 from mlxdist.runtime.operations.collectives import all_gather
 
 from .only_shards import ShardsOfModel, plan_shards_of_hosts

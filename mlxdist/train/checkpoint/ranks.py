@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from mlxdist.base.errors import Error, by_name
 from mlxdist.base.json_reader import parse_json
-from mlxdist.nn.models.load.blobs import gather_blobs
 from mlxdist.runtime.group.group import Group, engine_of
+from mlxdist.runtime.operations.blobs import gather_blobs
 
 __all__ = ["each", "gather", "together"]
 

@@ -4,7 +4,7 @@ load_sharded.py    load_sharded
 parts_of_ranks.py  what ranks read, and whether a host that has shards alone has that
 weight_sources.py  which tensor of which file a parameter of the model is
 mtp_format.py      the names of weights that mlx-lm leaves out, of heads for multi-token prediction
-streaming.py       from rank 0 to the others, in chunks with checksums; blobs.py: bytes of any length
+streaming.py       from rank 0 to the others, in chunks with checksums
 adapters.py        of mlx-lm's lora training, on the model that is sharded
 weight_checks.py   whether all ranks hold shards of the same model
 """

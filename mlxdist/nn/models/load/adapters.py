@@ -19,10 +19,10 @@ from mlxdist.nn.pipeline_parallel.stage import parameters_of, stage_of
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.tensor_parallel.multi_lora import MultiLoRALinear
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import broadcast_blob
 
 from ..plan import Plan
 from ..plan.adapters import adapter_shard
-from .blobs import broadcast_blob
 
 __all__ = [
     "LORA",

@@ -22,11 +22,11 @@ from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint, local_shape, write_header
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import broadcast_blob
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 from mlxdist.runtime.operations.point_to_point import recv, send
 
 from ..plan import Shard
-from .blobs import broadcast_blob
 from .weight_sources import Source
 
 __all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "WITH_TOKENIZER", "checkpoint_of_rank_0", "stream_shard"]

@@ -11,9 +11,9 @@ from mlxdist.base.errors import InvalidArgument, name_ranks
 from mlxdist.base.json_reader import parse_json
 from mlxdist.base.safetensors_reader import Checkpoint, StoredTensor
 from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.operations.blobs import gather_blobs
 from mlxdist.runtime.operations.collectives import all_gather
 
-from .blobs import gather_blobs
 from .weight_sources import Source
 
 __all__ = ["checksum", "fingerprint", "require_same_files", "require_same_tensors"]

@@ -3,8 +3,9 @@
 import numpy as np
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.runtime.group.group import Group
-from mlxdist.runtime.operations.collectives import all_gather, broadcast
+
+from ..group.group import Group
+from .collectives import all_gather, broadcast
 
 __all__ = ["broadcast_blob", "gather_blobs"]
 
