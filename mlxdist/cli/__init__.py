@@ -39,6 +39,7 @@ COMMANDS = {
     "models": "mlxdist.cli.models:models",
     "ps": "mlxdist.cli.ps:ps",
     "pull": "mlxdist.cli.pull:pull",
+    "record": "mlxdist.cli.record:record",
     "rpc-server": "mlxdist.cli.rpc_server:rpc_server",
     "serve": "mlxdist.cli.serve:serve",
     "shard": "mlxdist.cli.shard:shard",

@@ -25,12 +25,16 @@ from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlxdist.cluster.hostfile.hosts import Hostfile
     from mlxdist.launch.nodes import Nodes
 
 __all__ = ["launch"]
 
 _OF_SCHEDULER = ("SLURM_JOB_END_TIME",)  # mlxdist.train.Control, in rank 0, ends the job before that
+
+_MAX_DIFFERENCES = 20  # between hosts, of --record
 
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
@@ -88,6 +92,8 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
         check_root(options.mpi_words(), plan.variables)
     if options.preflight and (status := _preflight(plan, selection, options)):
         sys.exit(status)
+    if options.record is not None:
+        _record(plan, selection, options.record)
     if options.cwd and selection.hostfile is None:
         os.chdir(options.cwd)
     for text in remove_stale_jobs():
@@ -128,6 +134,26 @@ def _preflight(plan: LaunchPlan, selection: HostSelection, options: Options) -> 
         here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
         selection = replace(selection, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
     return preflight(selection, plan.command, directory=plan.directory, variables=options.variables())
+
+
+def _record(plan: LaunchPlan, selection: HostSelection, directory: Path) -> None:
+    """Writes the records of --record, and shows what differs between hosts."""
+    from mlxdist.tools.record.difference import differences, table
+    from mlxdist.tools.record.write import write_records
+
+    records = write_records(
+        directory,
+        None if selection.hostfile is None else selection.hostfile.hosts,
+        selection.ssh_config,
+        command=plan.command,
+        ranks=sum(host.slots for host in plan.backend.hosts) if plan.by_mpirun else plan.size,
+        variables=plan.variables,
+        working_directory=plan.directory,
+        mpi_shim=plan.backend.name == "mlxdist",
+    )
+    if found := differences(records):
+        click.echo(f"mlxdist launch: the hosts differ (mlxdist record diff {shlex.quote(str(directory))}):", err=True)
+        click.echo(table(found, _MAX_DIFFERENCES), err=True)
 
 
 def _hosts_or_nodes(selection: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:

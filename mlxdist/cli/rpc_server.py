@@ -26,6 +26,7 @@ FUNCTIONS = {
     "jobs.recorded": "mlxdist.launch.jobs:has_recordings",
     "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
     "models.list": "mlxdist.tools.models.inventory:list_here",
+    "record.read": "mlxdist.tools.record.host:read",
     "who": "mlxdist.cluster.ssh.rpc_server:who",
 }
 STREAMING = {"launch.agent": "mlxdist.launch.agent:serve"}

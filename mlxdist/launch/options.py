@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QP_TYPES
-from mlxdist.base.user_path import USER_PATH
+from mlxdist.base.user_path import USER_PATH, UserPath
 from mlxdist.base.validation import read_bounded
 
 from .backends import BACKENDS, DEFAULT_PORT
@@ -200,6 +200,13 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
     )
     pass_sigint: bool = _option(
         _END, is_flag=True, help="Ctrl-C does not end the job: the ranks get SIGINT, and decide what it means."
+    )
+    record: Path | None = _option(
+        _LAST,
+        type=UserPath(path_type=Path),
+        metavar="DIR",
+        help="Write versions, packages, hardware, variables and the state of git of each host to DIR/HOST.json first, "
+        "and show what differs between hosts.",
     )
     preflight: bool = _option(
         _LAST, is_flag=True, help="Run the checks of `mlxdist doctor` first; start nothing if one fails."

@@ -13,19 +13,13 @@ import pwd
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from mlxdist.base.credentials import FORMS, PRIVATE_NAME, PRIVATE_VARIABLE, SHORTEST_SECRET, after_options
 
 __all__ = ["Redactor"]
 
-# Keys in JSON, and names in NAME=VALUE and NAME: VALUE in text, whose values are private.
-_PRIVATE_KEY = re.compile(
-    r"serial|uuid|udid|switch_uid|hardware_?id|mac_?addr|token|secret|passw|passphrase|credential|cookie"
-    r"|api[_-]?key|private[_-]?key|access[_-]?key|[_-]pwd|signature|authorization|(?<=[?&])(?:sig|key)(?==)",
-    re.IGNORECASE,
-)
-_PRIVATE_VARIABLE = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|COOKIE|AUTH|_PWD")
-_SHORTEST_SECRET = 6  # shorter values of private variables are words such as "yes"
 # Names that identify no person or host, and words that occur all over a report.
 _COMMON = frozenset(
     (
@@ -42,17 +36,12 @@ _QUOTED = r"\"[^\"\n]*\"|'[^'\n]*'"
 # length, or begin where a word begins, so that no text needs more time than one pass.
 _PATTERNS = {
     "placeholder": r"<(?:removed|[a-z0-9-]+-\d+)>",
-    "pem": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    "ssh": r"\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-[\w-]+|sk-[\w-]+@openssh\.com) [A-Za-z0-9+/=]{16,}(?: [^\s\"]+)?",
-    "bearer": r"\b(?i:bearer|basic) [A-Za-z0-9._~+/=-]{8,}",
-    "token": r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|AIza|ya29\.|eyJ|pypi-Ag)[A-Za-z0-9_.-]{10,}"
-    r"|\bnpm_[A-Za-z0-9]{20,}",
-    "url": r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
-    "field": rf"(?P<field_name>(?<![\w-])[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}(?: [Nn]umber)?"
+    **FORMS,
+    "field": rf"(?P<field_name>(?<![\w-])[\w-]{{0,40}}?(?i:{PRIVATE_NAME.pattern})[\w-]{{0,40}}(?: [Nn]umber)?"
     r"(?: \([\w ]{1,20}\))?[\"']?\s?[:=]\s?)"
     rf"(?P<field_value>{_QUOTED}|(?:(?i:basic|bearer|digest|token) )?[^\s\"',;}}\]]+)",
-    "option": rf"(?P<option_name>(?<![\w-])--?[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}[\"']?,?\s+)"
-    rf"(?P<option_value>{_QUOTED}|(?!-|\d{{1,{_SHORTEST_SECRET - 1}}}(?![\w.-]))[^\s\"',;]+)",
+    "option": rf"(?P<option_name>(?<![\w-])--?[\w-]{{0,40}}?(?i:{PRIVATE_NAME.pattern})[\w-]{{0,40}}[\"']?,?\s+)"
+    rf"(?P<option_value>{_QUOTED}|(?!-|\d{{1,{SHORTEST_SECRET - 1}}}(?![\w.-]))[^\s\"',;]+)",
     "variable": rf"(?P<variable_name>\b[A-Z][A-Z0-9_]*(?:KEY|AUTH|PASS)=)(?P<variable_value>{_QUOTED}|[^\s\"',;]+)",
     "uuid": rf"\b{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}\b",
     "guid": rf"(?<![\w:])(?:{_HEX}{{4}}(?::{_HEX}{{4}}){{3}}|{_HEX}{{2}}(?::{_HEX}{{2}}){{7}}|0x{_HEX}{{16}})(?![\w:])"
@@ -84,7 +73,7 @@ class Redactor:
         self._literals: dict[str, str] = {}  # what is replaced as it stands: its kind
         self._domains: defaultdict[str, set[str]] = defaultdict(set)  # of hosts, by the first label of their names
         for name, value in environ.items():
-            if _PRIVATE_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET and not os.path.exists(value):
+            if PRIVATE_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET and not os.path.exists(value):
                 self._literals[value] = "secret"
         self._homes = {os.path.expanduser("~"), environ.get("HOME", "")} - {"", "/", "~"}
         for name in (*users, *_user_names(environ)):
@@ -94,13 +83,13 @@ class Redactor:
     def learn(self, value: Any) -> None:
         """Collects names of users in paths, and values of private keys, to replace them wherever they occur."""
         for key, text in _texts(value):
-            if key and _PRIVATE_KEY.search(key) and len(text) >= _SHORTEST_SECRET:
+            if key and PRIVATE_NAME.search(key) and len(text) >= SHORTEST_SECRET:
                 self._literals.setdefault(text, "removed")
             for found in re.finditer(_PATTERNS["home"], text):
                 self._learn_user(found["user"])
             given = [m[f"{kind}_value"] for kind in ("field", "option") for m in re.finditer(_PATTERNS[kind], text)]
             for secret in (value.strip("\"'") for value in given):
-                if len(secret) >= _SHORTEST_SECRET and any(map(str.isdigit, secret)):
+                if len(secret) >= SHORTEST_SECRET and any(map(str.isdigit, secret)):
                     self._literals.setdefault(secret, "removed")
         self._compile()
 
@@ -119,7 +108,7 @@ class Redactor:
         if isinstance(value, Mapping):
             return self._mapping(value)
         if isinstance(value, list | tuple):
-            return [self._field(option, inner) for option, inner in _after_options(value)]
+            return [self._field(option, inner) for option, inner in after_options(value)]
         return value
 
     def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
@@ -132,7 +121,7 @@ class Redactor:
         return found
 
     def _field(self, key: str, value: Any) -> Any:
-        is_private = _PRIVATE_KEY.search(key) and isinstance(value, str | int) and not isinstance(value, bool)
+        is_private = PRIVATE_NAME.search(key) and isinstance(value, str | int) and not isinstance(value, bool)
         return "<removed>" if is_private and value else self.value(value)
 
     def _learn_host(self, name: str) -> None:
@@ -242,17 +231,8 @@ def _texts(value: Any, key: str = "") -> Iterable[tuple[str, str]]:
         for name, inner in value.items():
             yield from _texts(inner, str(name))
     elif isinstance(value, list | tuple):
-        for option, inner in _after_options(value):
+        for option, inner in after_options(value):
             yield from _texts(inner, option or key)
-
-
-def _after_options(words: Sequence[Any]) -> Iterable[tuple[str, Any]]:
-    """Each word of a command line, with the private option before it if the word is its value, else with ""."""
-    for option, word in zip(["", *words], words):
-        is_value = isinstance(option, str) and option.startswith("-") and "=" not in option
-        is_value = is_value and isinstance(word, str) and not word.startswith("-")
-        is_number = is_value and word.isdecimal() and len(word) < _SHORTEST_SECRET  # --tokens 100
-        yield (option if is_value and not is_number else ""), word
 
 
 def _is_address(name: str) -> bool:
