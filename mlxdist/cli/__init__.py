@@ -36,6 +36,7 @@ COMMANDS = {
     "env": "mlxdist.cli:show_environment",
     "hostfile": "mlxdist.cli.hostfile:hostfile",
     "launch": "mlxdist.cli.launch:launch",
+    "logs": "mlxdist.cli.logs:logs",
     "models": "mlxdist.cli.models:models",
     "ps": "mlxdist.cli.ps:ps",
     "pull": "mlxdist.cli.pull:pull",

@@ -5,7 +5,7 @@ import collections
 from mlxdist.version import __version__
 
 from . import metal_errors
-from .terminal import without_escapes
+from .terminal import as_shown
 
 __all__ = ["LastLines"]
 
@@ -34,8 +34,7 @@ class LastLines:
     def lines(self) -> list[str]:
         """The lines as text, without escape sequences and overwritten updates of a progress bar."""
         found = [*self._lines, *(piece for _, piece in sorted(self._unfinished.items()) if piece)][-KEPT:]
-        lines = [without_escapes(line).rstrip(b"\r").rpartition(b"\r")[2] for line in found]
-        return [line.decode(errors="replace") for line in lines]
+        return [as_shown(line) for line in found]
 
     def advice(self) -> str:
         """A clause with advice about the lines; empty where none is known."""

@@ -23,7 +23,8 @@ from mlxdist.base.errors import ResourceError
 from mlxdist.base.private_files import open_private
 
 from .last_lines import LastLines
-from .terminal import colors_wanted, prefix_of, width_of
+from .log_files import log_name
+from .terminal import RANK_COLORS, colors_wanted, prefix_of, width_of
 from .tracebacks import TracebackFilter, Tracebacks
 from .writer import MAX_BACKLOG, Writer
 
@@ -43,7 +44,6 @@ _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n))")
 # Progress bars erase the line before they draw it; the prefix has to come after that.
 _ERASE = re.compile(rb"\A(?:\x1b\[[0-2]?K)*")
 _PARTIAL_ERASE = re.compile(rb"\A(?:\x1b\[[0-2]?K)*(?:\x1b(?:\[[0-2]?)?)?")
-_COLORS = (36, 33, 32, 35, 34, 31)
 _CLEAR = b"\r\x1b[2K\x1b[0m"
 
 
@@ -76,7 +76,7 @@ class Output:
         for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
             prefix = prefix_of(self._labels[rank])
             if os.isatty(number) and colors_wanted(os.environ):
-                prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
+                prefix = b"\x1b[%dm%s\x1b[0m" % (RANK_COLORS[rank % len(RANK_COLORS)], prefix)
             os.set_blocking(source, False)
             log = self._open_log(rank, number)
             shown = TracebackFilter(rank, self._tracebacks if number == 2 else None)
@@ -86,7 +86,7 @@ class Output:
         """Opens a log file, unbuffered; each start of the job appends to it. Raises ResourceError."""
         if self._logs is None:
             return None
-        path = self._logs / f"rank-{self._labels[rank].split()[0]}.{'out' if number == 1 else 'err'}"
+        path = self._logs / log_name(self._labels[rank].split()[0], number)
         try:
             return open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         except OSError as error:

@@ -5,7 +5,9 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-__all__ = ["colors_wanted", "prefix_of", "terminal_variables", "width_of", "without_escapes"]
+__all__ = ["RANK_COLORS", "as_shown", "colors_wanted", "prefix_of", "terminal_variables", "width_of", "without_escapes"]
+
+RANK_COLORS = (36, 33, 32, 35, 34, 31)  # of the prefixes, by rank
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -36,6 +38,11 @@ def prefix_of(label: str) -> bytes:
 
 def without_escapes(line: bytes) -> bytes:
     return _ESCAPES.sub(b"", line)
+
+
+def as_shown(line: bytes) -> str:
+    """A line as it is on a terminal in the end: without escape sequences, and of a progress bar the last update."""
+    return without_escapes(line).rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def width_of(line: bytes) -> int:
