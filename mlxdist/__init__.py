@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .runtime.group.registration import Registration as Registration
     from .runtime.mesh import Mesh as Mesh
     from .runtime.mesh import mesh as mesh
+    from .runtime.operations.breakpoint import breakpoint as breakpoint
     from .runtime.operations.collectives import *  # noqa: F403
     from .runtime.operations.ordered_print import print as print
     from .runtime.operations.point_to_point import *  # noqa: F403
@@ -42,6 +43,7 @@ _MODULES = {
     "runtime.group.group": ("Group",),
     "runtime.group.handle": ("Handle",),
     "runtime.mesh": ("Mesh", "mesh"),
+    "runtime.operations.breakpoint": ("breakpoint",),
     "runtime.operations.collectives": """
         all_gather all_max all_min all_reduce all_sum all_to_all all_to_all_v barrier broadcast gather get_rank
         get_world_size is_available meet reduce reduce_scatter scatter sum_scatter
@@ -56,7 +58,7 @@ _PACKAGES = ("nn", "serve", "train")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 # Public, but `from mlxdist import *` must not replace what every program uses.
-_OF_PYTHON = {"print"}
+_OF_PYTHON = {"breakpoint", "print"}
 
 __all__ = ["__version__", *sorted(_MODULE_OF.keys() - _OF_PYTHON)]
 

@@ -34,7 +34,7 @@ OF_MODULES = dict.fromkeys(
     {"group", "stream", "out", "dtype", "async_op", "timeout"},
 ) | {"mlxdist.nn.mappings": {"group"}}
 PUBLIC = {package: [*package.__all__] for package in PACKAGES}
-PUBLIC[mlxdist] += ["print"]  # which `from mlxdist import *` leaves out
+PUBLIC[mlxdist] += ["breakpoint", "print"]  # which `from mlxdist import *` leaves out
 ALL_NAMES = [(package, name) for package in PACKAGES for name in PUBLIC[package] if name != "__version__"]
 NAMES = [(package, name) for package, name in ALL_NAMES if package is not train]
 

@@ -50,7 +50,7 @@ def test_every_name_of_nn_is_documented(name):
 
 def test_list_has_no_name_twice_and_hides_none():
     assert len(set(mlxdist.__all__)) == len(mlxdist.__all__)
-    assert dir(mlxdist) == sorted([*mlxdist.__all__, "nn", "print", "serve", "train"])
+    assert dir(mlxdist) == sorted([*mlxdist.__all__, "breakpoint", "nn", "print", "serve", "train"])
     for module in ("runtime.operations.collectives", "runtime.operations.point_to_point"):
         names = importlib.import_module(f"mlxdist.{module}").__all__
         assert set(names) <= set(mlxdist.__all__), f"public in mlxdist.{module}, but not in mlxdist"
