@@ -24,7 +24,7 @@ from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .job_frames import JobFrame
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch, start_with_pipes
-from .membership import Decision
+from .membership import Epoch
 from .stale_jobs import remove_stale_jobs
 from .standard_input import Feed
 from .wakeup import Wakeup
@@ -206,8 +206,8 @@ class Agent:
     def _take_epoch(self, job: LocalJob, kind: int, rank: int, payload: bytes) -> None:
         if kind == JobFrame.EPOCH:
             fields = unpack_json(payload)
-            decision = Decision(fields["epoch"], tuple(fields["members"]), fields["address"])
-            job.begin_epoch(decision, fields["secret"], fields["variables"])
+            epoch = Epoch(fields["number"], tuple(fields["members"]), fields["address"])
+            job.begin_epoch(epoch, fields["secret"], fields["variables"])
         elif kind == JobFrame.ANSWER:
             job.answer(rank)
         elif kind == JobFrame.REFUSED:

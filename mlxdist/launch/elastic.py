@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mlxdist.base.errors import name_ranks
 
 from .local import new_secret
-from .membership import Decision, Membership, NotAMember
+from .membership import Epoch, Membership, NotAMember
 from .restarts import FIRST_PAUSE, LONGEST_PAUSE
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
@@ -36,13 +36,13 @@ class Elastic:
         patience: float,
         restarts: int,
         variables: Callable[[Collection[int]], Mapping[str, str]],
-        on_epoch: Callable[[Decision, str], None],
+        on_epoch: Callable[[bool, str], None],
     ) -> None:
         """``least``: ranks that are enough. ``patience``: seconds that a member may let others wait. ``restarts``: of
         lost ranks, all together.
 
-        ``variables(members)``: those whose values depend on who the ranks are. ``on_epoch(decision, text)`` is called
-        for each epoch that begins.
+        ``variables(members)``: those whose values depend on who the ranks are. ``on_epoch(has_grown, text)``
+        is called for each epoch that begins.
         """
         self._job = job
         self._membership = Membership(size, least)
@@ -87,7 +87,7 @@ class Elastic:
         """The time when `step`, `late` or `due` is to be called at the latest."""
         return min([self._waits_since + self._patience, *self._to_start.values()])
 
-    def step(self, lost: Mapping[int, str]) -> Decision | None:
+    def step(self, lost: Mapping[int, str]) -> Epoch | None:
         """Takes the ranks' questions and answers them once it can. Returns the epoch that begins, if one does.
 
         ``lost``: how ranks have failed since the last one.
@@ -97,18 +97,18 @@ class Elastic:
         for member in self._membership.refuse():
             left, least = len(self._membership.living), self._membership.least
             self._job.refuse(member, f"{left} of at least {least} ranks are left (--elastic {least})")
-        decision = self._membership.decide()
-        if decision is not None:
-            joined = set(decision.members) - set(self._before)
-            self._before = decision.members
-            self._job.begin_epoch(decision, new_secret(), self._variables(decision.members))
-            self._on_epoch(decision, _in_words(decision, lost, joined))
+        epoch = self._membership.decide()
+        if epoch is not None:
+            joined = set(epoch.members) - set(self._before)
+            self._before = epoch.members
+            self._job.begin_epoch(epoch, new_secret(), self._variables(epoch.members))
+            self._on_epoch(bool(joined), _in_words(epoch, lost, joined))
         if self._shown != bool(self._membership.joining):
             self._shown = not self._shown
             self._job.show_joining(self._shown)
         waits = bool(self._membership.waiting)
         self._waits_since = min(self._waits_since, time.monotonic()) if waits else math.inf
-        return decision
+        return epoch
 
     @property
     def is_over(self) -> bool:
@@ -142,8 +142,8 @@ class Elastic:
             self._job.answer(member)
 
 
-def _in_words(decision: Decision, lost: Mapping[int, str], joined: Collection[int]) -> str:
-    members, size = decision.members, len(decision.members)
+def _in_words(epoch: Epoch, lost: Mapping[int, str], joined: Collection[int]) -> str:
+    members, size = epoch.members, len(epoch.members)
     how = [f"rank {rank} is lost ({fate})" for rank, fate in lost.items()]
     how += [f"rank {rank} has joined again" for rank in sorted(joined)]
     order = "" if members == tuple(sorted(members)) else f", in the order {', '.join(map(str, members))}"

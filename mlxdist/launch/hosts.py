@@ -25,7 +25,7 @@ from .executable import CannotRun
 from .exit_status import FirstFailure
 from .job_frames import JobFrame
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
-from .membership import Decision
+from .membership import Epoch
 from .membership_socket import Question
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start
@@ -239,10 +239,10 @@ class HostsJob:
             if self._host_of[question.member : question.member + 1] == [host]
         ]
 
-    def begin_epoch(self, decision: Decision, secret: str, variables: Mapping[str, str]) -> None:
+    def begin_epoch(self, epoch: Epoch, secret: str, variables: Mapping[str, str]) -> None:
         """See `LocalJob.begin_epoch`; the agents of the members do it."""
-        fields = decision._asdict() | {"secret": secret, "variables": dict(variables)}
-        for host in dict.fromkeys(self._host_of[member] for member in decision.members):
+        fields = epoch._asdict() | {"secret": secret, "variables": dict(variables)}
+        for host in dict.fromkeys(self._host_of[member] for member in epoch.members):
             host.first_failed = None  # one of the epoch before
             host.send_json(JobFrame.EPOCH, fields)
 

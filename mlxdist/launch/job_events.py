@@ -33,8 +33,8 @@ class LauncherEvents(EventHook):
     def started(self, restart: int, ranks: int) -> None:
         self._send("started", restart, f"{ranks} rank{'s have' if ranks > 1 else ' has'} started")
 
-    def shrunk(self, restart: int, ranks: int, text: str) -> None:
-        self._send("shrunk", restart, text, ranks=ranks)
+    def regrouped(self, restart: int, has_grown: bool, text: str) -> None:
+        self._send("grown" if has_grown else "shrunk", restart, text)
 
     def stalled(self, restart: int, how: str) -> None:
         """Any thread may call it."""

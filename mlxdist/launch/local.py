@@ -28,7 +28,7 @@ from .standard_input import Pipe
 
 if TYPE_CHECKING:  # only Macs, and elastic jobs, load them
     from .awake import Awake
-    from .membership import Decision
+    from .membership import Epoch
     from .membership_socket import MembershipSocket, Question
 
 __all__ = [
@@ -349,15 +349,15 @@ class LocalJob:
         own = {member: self._started[member] for member in self._running}
         return [(each, format_address(host, each.port)) for each in found if own.get(each.member) == each.session]
 
-    def begin_epoch(self, decision: "Decision", secret: str, variables: Mapping[str, str]) -> None:
+    def begin_epoch(self, epoch: "Epoch", secret: str, variables: Mapping[str, str]) -> None:
         """Answers the members here: their new world. ``variables``: those that depend on who the ranks are."""
-        self.members = decision.members
-        self.first_failure = self.directory / f"first_failure-{decision.epoch}"
+        self.members = epoch.members
+        self.first_failure = self.directory / f"first_failure-{epoch.number}"
         self._record.note_ranks(self._started, self.members)
         self._epoch = {
-            "MLXDIST_RENDEZVOUS": decision.address,
+            "MLXDIST_RENDEZVOUS": epoch.address,
             "MLXDIST_SECRET": secret,
-            "MLXDIST_EPOCH": str(decision.epoch),
+            "MLXDIST_EPOCH": str(epoch.number),
             "MLXDIST_ERROR_FILE": str(self.first_failure),
             **variables,
         }

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Decision", "Membership", "NotAMember"]
+__all__ = ["Epoch", "Membership", "NotAMember"]
 
 
-class Decision(NamedTuple):
+class Epoch(NamedTuple):
     """An epoch: the members in the order of their ranks in it, and the address where the first of them listens."""
 
-    epoch: int
+    number: int
     members: tuple[int, ...]
     address: str
 
@@ -49,7 +49,7 @@ class Membership:
         self._grows: dict[int, bool] = {}  # whether they ask to grow
         self._joining: dict[int, str] = {}  # processes that wait to join, likewise
         self._attempts: dict[int, int] = {}  # of each member, the latest
-        self._decision: Decision | None = None
+        self._latest: Epoch | None = None
         self._new: tuple[int, ...] = ()  # members that have joined with it
 
     @property
@@ -83,21 +83,21 @@ class Membership:
             self._ended.add(member)
             self._asked.pop(member, None)
 
-    def join(self, member: int, attempt: int, address: str) -> Decision | None:
+    def join(self, member: int, attempt: int, address: str) -> Epoch | None:
         """Notes that a process asks to take the place of a member that has ended; see `ask`.
 
         Raises:
             NotAMember: that place is taken.
         """
         if member in self.living:
-            if self._decision is not None and member in self._new:
-                return self._decision
+            if self._latest is not None and member in self._new:
+                return self._latest
             raise NotAMember(f"the place of rank {member} of the start is taken")
         if attempt >= self._attempts.get(member, 0):
             self._attempts[member], self._joining[member] = attempt, address
         return None
 
-    def ask(self, member: int, epoch: int, attempt: int, address: str, grows: bool = False) -> Decision | None:
+    def ask(self, member: int, epoch: int, attempt: int, address: str, grows: bool = False) -> Epoch | None:
         """Notes that a member of ``epoch`` asks for the next one, and listens at ``address``.
 
         ``attempt`` grows with each question of a member: what is late or comes twice changes nothing. Returns the next
@@ -112,8 +112,8 @@ class Membership:
             if attempt >= self._attempts.get(member, 0):
                 self._attempts[member], self._asked[member], self._grows[member] = attempt, address, grows
             return None
-        if self._decision is not None and epoch == self.epoch - 1:
-            return self._decision
+        if self._latest is not None and epoch == self.epoch - 1:
+            return self._latest
         raise NotAMember(f"rank {member} of the start asks from epoch {epoch}, and the job is at {self.epoch}")
 
     def withdraw(self, member: int, attempt: int) -> None:
@@ -130,17 +130,17 @@ class Membership:
             del self._asked[member]
         return vain
 
-    def decide(self) -> Decision | None:
+    def decide(self) -> Epoch | None:
         """Begins the next epoch once all living members have asked, and are enough; else returns None."""
         living = tuple(self.living)
         if not self._asked or self.missing or not self.is_enough:
             return None
         # Who joins comes last: rank 0 has the state that it needs.
         self._new = tuple(self.joining) if all(self._grows[member] for member in living) else ()
-        self._decision = Decision(self.epoch + 1, living + self._new, self._asked[living[0]])
-        self.epoch, self.members = self._decision.epoch, self._decision.members
+        self._latest = Epoch(self.epoch + 1, living + self._new, self._asked[living[0]])
+        self.epoch, self.members = self._latest.number, self._latest.members
         for member in self._new:
             del self._joining[member]
         self._ended -= set(self._new)
         self._asked.clear()
-        return self._decision
+        return self._latest

@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
     from .elastic import Elastic
     from .hosts import HostsJob
     from .job_events import LauncherEvents
-    from .membership import Decision
     from .remote import RemoteRank
 
 __all__ = ["StallWatcher", "run"]
@@ -99,7 +98,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
                 if restart == 0:
                     raise
                 return Ending(1, str(error), failed=True, cause=str(error))  # a host may be back at the next restart
-            elastic = _elastic(job, plan, partial(_shrunk, say, events, restart))
+            elastic = _elastic(job, plan, partial(_regroup, say, events, restart))
             start_again = partial(_start, job, output=output, plan=plan, joins=True)
             supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic, start_again)
             if restart == 0 and (macs := job.awake()):
@@ -145,7 +144,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
     return status
 
 
-def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[Decision, str], None]) -> Elastic | None:
+def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[bool, str], None]) -> Elastic | None:
     if plan.options.elastic is None:
         return None
     from .elastic import Elastic, member_variables
@@ -155,12 +154,12 @@ def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[Dec
     return Elastic(job, plan.size, least, patience, restarts, partial(member_variables, plan), on_epoch)
 
 
-def _shrunk(
-    say: Callable[[str], None], events: LauncherEvents | None, restart: int, decision: Decision, text: str
+def _regroup(
+    say: Callable[[str], None], events: LauncherEvents | None, restart: int, has_grown: bool, text: str
 ) -> None:
     say(text)
     if events is not None:
-        events.shrunk(restart, len(decision.members), text)
+        events.regrouped(restart, has_grown, text)
 
 
 def _stall(supervisor: Supervisor, events: LauncherEvents | None, restart: int, seconds: float) -> None:

@@ -1,5 +1,6 @@
 """`mlxdist launch --elastic --max-restarts` and Group.grow: lost ranks are started again, and join the others."""
 
+import json
 import random
 import re
 import sys
@@ -29,7 +30,6 @@ def grow(ranks, *losses, joined, restarts, options=()):
     ("ranks", "losses", "joined", "restarts", "members", "options"),
     [
         (3, ["1:5"], 1, 1, [0, 2, 1], []),
-        pytest.param(2, ["0:7"], 1, 1, [1, 0], [], marks=pytest.mark.long),
         pytest.param(4, ["2:5", "0:6"], 2, 2, None, ["--hosts", "localhost"], marks=pytest.mark.long),
         pytest.param(3, ["2:3", "1:4", "1:join:start"], 1, 2, None, [], marks=pytest.mark.long),
     ],
@@ -37,6 +37,14 @@ def grow(ranks, *losses, joined, restarts, options=()):
 def test_a_lost_rank_joins_again(ranks, losses, joined, restarts, members, options):
     found = grow(ranks, *losses, joined=joined, restarts=restarts, options=options)
     assert found == members or (members is None and set(found) >= {0, ranks - 1})
+
+
+def test_events(tmp_path):
+    events = tmp_path / "events"
+    grow(2, "0:3", joined=1, restarts=1, options=["--on-event", f"cat >> {events}; echo >> {events}"])
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["event"] for event in found] == ["started", "shrunk", "grown", "ended"]
+    assert found[2]["text"] == "Rank 0 has joined again; ranks 0 and 1 go on in a group of 2, in the order 1, 0."
 
 
 def test_the_others_end_while_a_process_waits():

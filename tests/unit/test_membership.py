@@ -143,20 +143,20 @@ class Simulation:
                 self.send("answer", process, decision)
 
     def take_answer(self, process, decision):
-        if process.alive and process.asks and (process.epoch is None or decision.epoch == process.epoch + 1):
-            process.asks, process.epoch = False, decision.epoch
-            process.answers[decision.epoch] = decision
+        if process.alive and process.asks and (process.epoch is None or decision.number == process.epoch + 1):
+            process.asks, process.epoch = False, decision.number
+            process.answers[decision.number] = decision
 
     def check(self, decision):
-        before = self.decisions[decision.epoch - 1]
-        assert decision.epoch not in self.decisions, "an epoch is decided once"
+        before = self.decisions[decision.number - 1]
+        assert decision.number not in self.decisions, "an epoch is decided once"
         stay = [member for member in before if member in decision.members]
         joined = [member for member in decision.members if self.processes[member].epoch is None]
         assert len(decision.members) == len(set(decision.members)) >= self.membership.least
         assert decision.address.startswith(f"{decision.members[0]}:") and decision.members[0] not in joined
         assert list(decision.members) == [member for member in stay if member not in joined] + sorted(joined)
-        self.decisions[decision.epoch] = decision.members
-        self.worlds[decision.epoch] = tuple(self.processes[member] for member in decision.members)
+        self.decisions[decision.number] = decision.members
+        self.worlds[decision.number] = tuple(self.processes[member] for member in decision.members)
 
     def result(self):
         """Checks what holds at the end of every history, and returns how it has ended."""

@@ -18,7 +18,7 @@ from .group import Group, engine_of
 from .next_epoch import next_epoch
 from .world import World
 
-__all__ = ["current_run", "default_group", "finalize", "init", "replace_world"]
+__all__ = ["current_run", "default_group", "finalize", "init"]
 
 _world: Group | None = None
 _world_lock = threading.Lock()
@@ -90,7 +90,7 @@ def finalize() -> None:
         _world.finalize()
 
 
-def replace_world() -> Group:
+def _replace_world() -> Group:
     """Makes the group of a new world, as the variables describe it, in the place of the one that has ended.
 
     Raises:
@@ -120,7 +120,7 @@ def _create(strict: bool) -> Group:
     if environment.join:
         next_epoch(environment, "join")
         environment = Environment.read()
-    world = World(environment, environment.host_name)
+    world = World(environment, environment.host_name, _replace_world)
     if environment.sync and world.size > 1:
         evaluate_operations()
     group = create(Group, EngineGroup(world, world.connection))

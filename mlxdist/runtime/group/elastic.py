@@ -7,7 +7,7 @@ Rejected: keeping the queue pairs between survivors. What a lost rank's operatio
 drained from them first, and the connections of a new world take milliseconds.
 """
 
-import contextlib
+from typing import Any
 
 import numpy as np
 
@@ -16,38 +16,30 @@ from mlxdist.base.environment import Environment
 
 from ..native import ffi, layout, lib
 from ..timeout import native_timeout
-from .default_group import replace_world
 from .engine_group import EngineGroup
-from .group import Group, engine_of
 from .next_epoch import do_others_join, next_epoch
 
-__all__ = ["grow", "shrink"]
+__all__ = ["check", "enter", "grows"]
 
 # Worlds of the same ranks that may fail one after the other. A rank is left out once it has ended.
 _ATTEMPTS = 3
 
 
-def shrink(group: Group) -> Group:
-    """See :meth:`mlxdist.Group.shrink`."""
-    engine = _elastic(group, "shrink")
-    if group.size() == 1:
-        return group
-    engine.world.abandon()
-    return _enter("shrink", group.timeout)
+def check(name: str, engine: EngineGroup) -> None:
+    """Raises InvalidArgument: the group of ``engine`` cannot shrink or grow, as its method ``name`` is to make it."""
+    engine.require_open()
+    if not engine.is_world:
+        raise errors.InvalidArgument(
+            f"{name}: a group made by split() cannot go on alone; {name} the group of mlxdist.init(), and split that"
+        )
+    if engine.size > 1 and Environment.read().membership is None:
+        raise errors.InvalidArgument(
+            f"{name}: no launcher would know who is in the group; start the job with `mlxdist launch --elastic MIN`"
+        )
 
 
-def grow(group: Group) -> Group:
-    """See :meth:`mlxdist.Group.grow`."""
-    engine = _elastic(group, "grow")
-    if not _do_others_join(group, engine):
-        return group
-    with contextlib.suppress(errors.PeerLost, errors.Aborted):  # a rank has been lost just now: it is left out
-        group.finalize()
-    return _enter("grow", group.timeout)
-
-
-def _do_others_join(group: Group, engine: EngineGroup) -> bool:
-    """Whether processes wait to join, as rank 0 sees it."""
+def grows(engine: EngineGroup) -> bool:
+    """Whether processes wait to join, as rank 0 sees it. All ranks call it."""
     environment = Environment.read()
     waits = np.array([environment.membership is not None and do_others_join(environment)])
     memory = ffi.cast("void *", waits.ctypes.data)
@@ -55,32 +47,22 @@ def _do_others_join(group: Group, engine: EngineGroup) -> bool:
     return bool(waits[0])
 
 
-def _enter(kind: str, timeout: float | None) -> Group:
-    """Connects with the members of the next epoch, and of the one after it where one of them is lost meanwhile."""
+def enter(kind: str, engine: EngineGroup) -> Any:
+    """Connects with the members of the next epoch, and of the one after it where one of them is lost meanwhile.
+
+    Args:
+        kind: "shrink" or "grow".
+        engine: of the world before, which has ended here.
+
+    Returns:
+        The :class:`mlxdist.Group` of the new world.
+    """
     failures: list[object] = []
     while True:
         members = next_epoch(Environment.read(), kind)
         try:
-            group = replace_world()
-            break
+            return engine.world.make_next()
         except errors.Error:
             failures.append(members)
             if failures.count(members) == _ATTEMPTS:
                 raise
-    if timeout is not None:
-        group.timeout = timeout
-    return group
-
-
-def _elastic(group: Group, name: str) -> EngineGroup:
-    engine = engine_of(group)
-    engine.require_open()
-    if not engine.is_world:
-        raise errors.InvalidArgument(
-            f"{name}: a group made by split() cannot go on alone; {name} the group of mlxdist.init(), and split that"
-        )
-    if group.size() > 1 and Environment.read().membership is None:
-        raise errors.InvalidArgument(
-            f"{name}: no launcher would know who is in the group; start the job with `mlxdist launch --elastic MIN`"
-        )
-    return engine

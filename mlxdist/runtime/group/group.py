@@ -1,5 +1,6 @@
 """A group of ranks: its properties, its subgroups and its end."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from mlxdist.base.opaque import Opaque, create
 from ..label import label_of
 from ..native import bridge, ffi, layout, lib
 from ..timeout import native_timeout
-from . import at_exit
+from . import at_exit, elastic
 from .engine_group import EngineGroup, OperationStats
 from .process_bound import ProcessBound
 from .registration import Registration
@@ -277,9 +278,12 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
             PeerLost: fewer than MIN ranks are left, or this one counts as lost.
             RendezvousError: the others do not come together, or the launcher is gone.
         """
-        from .elastic import shrink  # above this module: it makes a group of all ranks
-
-        return shrink(self)
+        elastic.check("shrink", self._engine)
+        if self._size == 1:
+            return self
+        at_exit.unregister()
+        self._engine.world.abandon()
+        return self._next("shrink")
 
     def grow(self) -> "Group":
         """Takes in the processes that wait to join: makes a group of all ranks and these, and takes this one down.
@@ -299,9 +303,18 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
             Mismatch, Timeout, PeerLost, Aborted: not all ranks came.
             RendezvousError: the others do not come together, or the launcher is gone.
         """
-        from .elastic import grow  # above this module: it makes a group of all ranks
+        elastic.check("grow", self._engine)
+        if not elastic.grows(self._engine):
+            return self
+        with contextlib.suppress(errors.PeerLost, errors.Aborted):  # a rank has been lost just now: it is left out
+            self.finalize()
+        return self._next("grow")
 
-        return grow(self)
+    def _next(self, kind: str) -> "Group":
+        group: Group = elastic.enter(kind, self._engine)
+        if self._timeout is not None:
+            group.timeout = self._timeout
+        return group
 
     def abort(self, reason: str) -> None:
         """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.

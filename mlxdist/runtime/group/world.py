@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlxdist.base import errors, logger
@@ -39,7 +40,9 @@ class Member(Protocol):
 class World:
     """All ranks that the launcher started: the engine, the rendezvous, and what is still going on."""
 
-    def __init__(self, environment: Environment, host: str) -> None:
+    def __init__(self, environment: Environment, host: str, make_next: Callable[[], Any]) -> None:
+        """``make_next()`` makes the group of the world that comes after this one, in an elastic job."""
+        self.make_next = make_next
         self.rank = environment.rank
         self.size = environment.world_size
         self.host = host
