@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from guides import program_of
 from launching import RANK_SCRIPTS, launch, nothing_left, python  # noqa: F401
 
 SCRIPT = RANK_SCRIPTS / "elastic_training.py"
@@ -36,6 +38,29 @@ def test_weights_after_losses_at_random_moments(reference, seed, tmp_path):
     assert found.keys() == reference.keys()
     for name, weights in reference.items():
         np.testing.assert_allclose(found[name], weights, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+KILLED = """import os, signal, sys
+from mlxdist.train import InMemoryCheckpoint
+save = InMemoryCheckpoint.save
+def save_or_die(self, step, state):
+    if os.environ["MLXDIST_RANK"] == "2" and os.environ.get("MLXDIST_EPOCH", "0") == "0" and step == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, step, state)
+InMemoryCheckpoint.save = save_or_die
+"""
+
+
+def test_the_guide(tmp_path):
+    """Its training, of which a rank is lost, and its program without train.elastic."""
+    guide = Path(__file__).parents[2] / "docs" / "elastic.md"
+    program = program_of(guide, tmp_path)
+    program.write_text(KILLED + program.read_text())
+    job = launch(3, sys.executable, str(program), options=["--elastic", "2"], timeout=90)
+    assert job.returncode == 0 and b"rank 2 is lost" in job.stderr, job.stderr
+    assert job.stdout.count(b" on 2 ranks\n") == 2
+    job = launch(2, sys.executable, str(program_of(guide, tmp_path, 1)), options=["--elastic", "1"], timeout=90)
+    assert sorted(job.stdout.splitlines()) == [b"[0] 100 200.0", b"[1] 100 200.0"], job.stderr
 
 
 REFUSED = """
