@@ -69,9 +69,10 @@ def dump(
         mlxdist dump --files DIR          the files that a job has left: flight-<rank>.json
 
     Every rank writes the record of its last 1000 operations and the Python stacks of its threads, also while it is in
-    an operation; the job continues. A rank in a call that holds the GIL shows its stacks alone. A job on several hosts
-    is read on all hosts that it was started on, or on those of --hosts or --hostfile. The exit status is 1 if the full
-    record of a rank is missing, or the trace could not be written.
+    an operation; the job continues. A rank in a call that holds the GIL shows its stacks alone, and so does, where
+    py-spy is installed, one that is stopped or has not come to mlxdist.init(). A job on several hosts is read on all
+    hosts that it was started on, or on those of --hosts or --hostfile. The exit status is 1 if the full record of a
+    rank is missing, or the trace could not be written.
     """
     if directory is not None and (job is not None or selection.hostfile is not None):
         raise click.UsageError("Name a job or a directory of files, not both.")
@@ -92,17 +93,19 @@ def dump(
         click.echo(json.dumps(result, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
-        console.print(rank_table(analysis.states, ["array"]))
+        if analysis.states:
+            console.print(rank_table(analysis.states, ["array"]))
         for line in (*findings, *found.notes):
             console.print(line, markup=False, soft_wrap=True)
         if groups:
             console.print(stack_text(groups), soft_wrap=True)
-    sys.exit(1 if found.short or len(found.records) < len(analysis.states) or not written else 0)
+    is_whole = found.records and not found.short and len(found.records) == len(analysis.states)
+    sys.exit(0 if is_whole and written else 1)
 
 
 def _collect(job: str | None, selection: HostSelection, seconds: float) -> Collected:
     with find_ranks(job, selection) as ranks:
         found = ranks.collect(full=True, seconds=seconds)
-    if not found.records:
+    if not found.records and not found.stacks:
         raise ResourceError("; ".join(found.notes) or f"no rank of job {ranks.job} has left a record")
     return found

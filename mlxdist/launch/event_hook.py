@@ -28,7 +28,8 @@ class Event:
     """Something that has happened to a job.
 
     Attributes:
-        event: "started", "failed", "shrunk", "grown", "stalled", "interrupted", "ended", or what `mlxdist watch` has found.
+        event: "started", "failed", "shrunk", "grown", "stalled", "interrupted", "ended", or what `mlxdist watch` has
+            found.
         job: the full name of the job.
         text: a sentence.
         over: whether it ends what an event of the same name, rank and host began.

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,16 @@ from mlxdist.base.validation import list_of, map_of, text
 
 from ..internal_thread import InternalThread
 
-__all__ = ["MAX_THREADS", "STACKS", "StackFile", "Stacks", "current_stacks", "program_frames", "read_stack_file"]
+__all__ = [
+    "MAX_THREADS",
+    "STACKS",
+    "StackFile",
+    "Stacks",
+    "current_stacks",
+    "program_frames",
+    "program_stacks",
+    "read_stack_file",
+]
 
 Stacks = dict[str, tuple[str, ...]]  # by thread: "train.py:88 step", the most recent call first
 
@@ -29,7 +38,7 @@ STACKS = map_of(list_of(text(4096), MAX_FRAMES), MAX_THREADS)
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_OF_THREADING = re.compile(r".*/threading\.py:\d+ \w+")
+_OF_THREADING = re.compile(r".*/threading\.py:\d+ [\w.]+")
 _INTERNAL = re.compile(r".*/mlxdist/runtime/.*")
 _HANDLER = re.compile(r".*/mlxdist/runtime/signals\.py:\d+ _do_nothing")  # of SIGUSR2
 
@@ -90,14 +99,19 @@ def read_stack_file(path: Path) -> Stacks:
             calls = found[thread[1]] = []
         elif frame := _FRAME.fullmatch(line):
             calls.append(f"{frame[1]}:{frame[2]} {frame[3]}")
-    of_program = {number: calls for number, calls in found.items() if calls and not _is_internal(calls)}
     # Only the main thread begins with the code of a module.
-    named = {"MainThread" if calls[-1].endswith(" <module>") else number: calls for number, calls in of_program.items()}
-    ordered = sorted(named.items(), key=lambda item: item[0] != "MainThread")
+    is_main = {number: bool(calls) and calls[-1].endswith(" <module>") for number, calls in found.items()}
+    return program_stacks({"MainThread" if is_main[number] else number: calls for number, calls in found.items()})
+
+
+def program_stacks(found: Mapping[str, Sequence[str]]) -> Stacks:
+    """Of all stacks of a process, by thread, those of the program's threads, "MainThread" first."""
+    of_program = {name: calls for name, calls in found.items() if calls and not _is_internal(calls)}
+    ordered = sorted(of_program.items(), key=lambda item: item[0] != "MainThread")
     return {name: _without_handler(calls[:MAX_FRAMES]) for name, calls in ordered[:MAX_THREADS]}
 
 
-def _is_internal(calls: list[str]) -> bool:
+def _is_internal(calls: Sequence[str]) -> bool:
     """Whether mlxdist has started the thread."""
     first = next((call for call in reversed(calls) if not _OF_THREADING.fullmatch(call)), "")
     return bool(_INTERNAL.fullmatch(first))

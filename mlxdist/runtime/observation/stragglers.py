@@ -55,7 +55,9 @@ class Analysis:
 def analyze(
     records: Mapping[int, FlightRecord], peers: Mapping[int, PeerStatus] = {}, before: Mapping[int, FlightRecord] = {}
 ) -> Analysis:
-    """Analyzes a job. ``records``: its records, by rank; some may be missing. ``before``: earlier records."""
+    """Analyzes a job. ``records``: its records, by rank; some, or all, may be missing. ``before``: earlier records."""
+    if not records:
+        return Analysis([], [])
     size = next(iter(records.values())).size
     speeds = {rank: _speed(before.get(rank), record) for rank, record in records.items()}
     records = at_one_time(records)

@@ -34,6 +34,8 @@ from mlxdist.runtime.diagnostics.stacks import STACKS, Stacks, read_stack_file
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 from mlxdist.runtime.rendezvous.observer import observe
 
+from .py_spy import stacks_by_py_spy
+
 __all__ = ["Collected", "JobRanks", "find_ranks", "respond", "wall_ns"]
 
 _POLL_SECONDS = 0.01
@@ -242,7 +244,8 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> dict[str, Any]:
     else:
         begin = time.time_ns()
         signaled = {rank for rank, pid in job.pids.items() if _signal(record.directory_of(rank), pid)}
-        if absent := job.pids.keys() - signaled:
+        absent = job.pids.keys() - signaled
+        if absent:
             why = "not at mlxdist.init() yet, past finalize(), or SIGUSR2 is handled by the program"
             notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
         late = _wait(directory, signaled, begin, seconds)
@@ -250,7 +253,10 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> dict[str, Any]:
         paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
         paths = [path for path in paths if path.exists()]
         written = {rank: read_stack_file(stack_file(record.directory_of(rank))) for rank in sorted(late)}
-        for rank, threads in written.items():
+        silent = absent | {rank for rank, threads in written.items() if not threads}
+        outside, why = stacks_by_py_spy({rank: job.pids[rank] for rank in sorted(silent)})
+        notes += [why] if why else []
+        for rank, threads in (written | outside).items():
             if threads:
                 stacks.append({"rank": rank, "threads": {name: list(calls) for name, calls in threads.items()}})
         notes += _late(late, written, directory, seconds)
