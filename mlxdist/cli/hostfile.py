@@ -1,5 +1,6 @@
 """The command line of `mlxdist hostfile`."""
 
+import datetime
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.user_path import USER_PATH
 from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
 from mlxdist.cluster.hostfile.parsing import parse, read
@@ -79,6 +81,44 @@ def convert(file: str, format: str, output: str | None) -> None:
     _emit(found, format, output)
 
 
+@hostfile.command()
+@_FILE
+@click.argument("host")
+@click.option("--reason", default="", metavar="TEXT", help="Why; people who start jobs see it.")
+def deny(file: str, host: str, reason: str) -> None:
+    """Let no command use HOST of FILE, a hostfile of JSON, until `mlxdist hostfile allow`: it has failed too often.
+
+    The date goes into the file, too. Only --include HOST still takes it, as for `mlxdist doctor`.
+
+    \b
+        mlxdist hostfile deny rmlx-hosts.json studio3 --reason "resets its GPU"
+    """
+    since = datetime.date.today().isoformat()
+    _change(file, host, f"{since}: {reason}" if reason else since)
+
+
+@hostfile.command()
+@_FILE
+@click.argument("host")
+def allow(file: str, host: str) -> None:
+    """Let commands use HOST of FILE again, after `mlxdist hostfile deny`.
+
+    \b
+        mlxdist hostfile allow rmlx-hosts.json studio3
+    """
+    _change(file, host, "")
+
+
+def _change(file: str, host: str, denied: str) -> None:
+    found = read(file)
+    if found.format != "json":
+        raise InvalidArgument(
+            f"{file}: only a hostfile of JSON has a place for it; `mlxdist hostfile convert {file} --to json`"
+        )
+    save(found.with_denied(host, denied), file)
+    click.echo(f"{file}: {host} {f'is denied since {denied}' if denied else 'is allowed'}", err=True)
+
+
 @hostfile.command("from-slurm")
 @click.argument("nodes", required=False)
 @click.option("--slots", type=click.IntRange(1, MAX_RANKS), help="Ranks on each host.  [default: SLURM's tasks, or 1]")
@@ -135,6 +175,9 @@ def _table(found: Hostfile) -> Table:
     is_measured = any(host.name in measured for host in found.hosts)
     for title in ("TFLOPS", "memory GB/s", "link GB/s") * is_measured:
         table.add_column(title, justify="right")
+    is_denied = any(host.denied for host in found.hosts)
+    if is_denied:
+        table.add_column("denied since", overflow="fold")
     first = 0
     for host in found.hosts:
         ranks = str(first) if host.slots == 1 else f"{first}-{first + host.slots - 1}"
@@ -143,6 +186,7 @@ def _table(found: Hostfile) -> Table:
         if is_measured:
             values = astuple(measured[host.name]) if host.name in measured else (None, None, None)
             row += ["" if value is None else f"{value:g}" for value in values]
+        row += [host.denied] if is_denied else []
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
         first += host.slots
     return table

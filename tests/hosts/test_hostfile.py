@@ -1,5 +1,6 @@
 """Hostfiles: every format read, shown and written, and whatever is wrong said with its line."""
 
+import datetime
 import json
 import re
 import shlex
@@ -199,7 +200,10 @@ def hostfiles(draw):
     entries = []
     for name, row in zip(names, rows):
         ips = draw(st.lists(st.ip_addresses().map(str), max_size=2))
-        entries.append(Host(name, draw(st.integers(1, 8)), tuple(ips), row if any(cables.values()) else ()))
+        denied = draw(st.sampled_from(["", '2026-11-30: it says "no"']))
+        entries.append(
+            Host(name, draw(st.integers(1, 8)), tuple(ips), row if any(cables.values()) else (), denied=denied)
+        )
     envs = draw(st.lists(st.from_regex(r"[A-Z_]{1,5}=[^\0\ud800-\udfff]{0,5}", fullmatch=True), max_size=2))
     return Hostfile(tuple(entries), draw(st.sampled_from(["", "ring", "mlxdist"])), tuple(envs))
 
@@ -208,9 +212,7 @@ def hostfiles(draw):
 @given(hostfiles())
 def test_what_is_written_is_read_again(found):
     again = parse(write(found, "json"))
-    assert [(h.name, h.slots, h.ips, h.rdma) for h in again.hosts] == [
-        (h.name, h.slots, h.ips, h.rdma) for h in found.hosts
-    ]
+    assert [replace(host, line=0) for host in again.hosts] == list(found.hosts)
     assert (again.backend, again.envs) == (found.backend, found.envs)
     plain = Hostfile(tuple(Host(host.name, host.slots) for host in found.hosts))
     for format in ("slots", "colon"):
@@ -375,3 +377,49 @@ def test_the_example_sets_nothing_that_doctor_warns_of():
     assert example.warnings == () and example.ranks == 2 and example.hosts[0].rdma
     # With this variable and two ranks on a Mac, GPUs have locked up.
     assert "MLX_METAL_FAST_SYNCH=1" not in example.envs
+
+
+def test_a_denied_host(tmp_path):
+    file = tmp_path / "hosts.json"
+    rows = [[None, "a0", "a1"], ["b0", None, "b1"], ["c0", "c1", None]]
+    entries = [{"ssh": name, "ips": [], "rdma": row} for name, row in zip("abc", rows)]
+    file.write_text(json.dumps({"hosts": entries}))
+    assert run("deny", str(file), "b", "--reason", "its GPU resets").exit_code == 0
+    today = datetime.date.today().isoformat()
+    assert [host.denied for host in read(file).hosts] == ["", f"{today}: its GPU resets", ""]
+    shown = run("show", str(file)).output
+    assert f"{today}: its GPU resets" in shown and "denied since" in shown
+
+    def dry_run(*options):
+        words = ["launch", "--hostfile", str(file), *options, "--dry-run", "--", "true"]
+        return CliRunner().invoke(commands, words)
+
+    left = dry_run()
+    assert left.exit_code == 0, left.output
+    assert f"b is left out: denied since {today}: its GPU resets; --include names it all the same" in left.output
+    assert 'MLXDIST_DEVICE_MAP=[[null, ["a1"]], [["c0"], null]]' in left.output.replace("\\", ""), left.output
+    named = dry_run("--include", "a,b")
+    assert named.exit_code == 0 and "is left out" not in named.output
+    assert run("allow", str(file), "b").exit_code == 0
+    assert "is left out" not in dry_run().output
+    with pytest.raises(InvalidArgument, match="no place for .*hosts that are denied"):
+        write(read(file).with_denied("a", "x"), "slots")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["deny", "{json}", "d"], "'d' is none of the hosts a, b"),
+        (["deny", "{lines}", "a"], "only a hostfile of JSON has a place for it"),
+        (["deny", "{json}", "a", "--reason", "x" * 300], "is a text of at most 200 characters"),
+        (["allow", "{json}", "d"], "'d' is none of the hosts a, b"),
+    ],
+)
+def test_a_host_that_cannot_be_denied(tmp_path, words, message):
+    files = {"json": tmp_path / "hosts.json", "lines": tmp_path / "hosts"}
+    files["json"].write_text('[{"ssh": "a"}, {"ssh": "b"}]')
+    files["lines"].write_text("a slots=2\n")
+    before = files["json"].read_text()
+    result = run(*(word.format(**files) for word in words))
+    assert message in result.output
+    assert result.exit_code and files["json"].read_text() == before

@@ -17,6 +17,7 @@ __all__ = [
     "Measured",
     "Problems",
     "check_address",
+    "check_denied",
     "check_measurement",
     "check_name",
     "check_variable",
@@ -32,6 +33,7 @@ BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "ncc
 _NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
+_DENIED_CHARACTERS = 200
 _TOPOLOGY = "MLXDIST_TOPOLOGY"
 
 # No machine that runs MLX comes near these values: a larger measurement is a mistake.
@@ -60,6 +62,7 @@ class Host:
     # for each host of the file the devices whose cables lead there; empty where no device is named
     rdma: tuple[tuple[str, ...], ...] = ()
     line: int = 0  # where it stands, from 1; 0 if it comes from no file
+    denied: str = ""  # since when, and why, no job is to run there; empty: jobs may
     ports: tuple[int, ...] = ()  # one for each of ``ips``, where a file for MLX's ring names them
 
 
@@ -102,6 +105,18 @@ class Hostfile:
         if len(hosts) < len(self.hosts):
             envs = tuple(setting for setting in envs if not setting.startswith(f"{_TOPOLOGY}="))
         return replace(self, hosts=tuple(hosts), envs=envs)
+
+    def with_denied(self, name: str, denied: str) -> "Hostfile":
+        """The hostfile with a host that is ``denied``, or, where that is empty, is not any more. Raises
+        InvalidArgument: there is no such host, or the text is too long."""
+        if wrong := check_denied(denied):
+            raise InvalidArgument(f"{self.source}: {wrong}")
+        names = [host.name for host in self.hosts]
+        if name not in names:
+            raise InvalidArgument(f"{self.source}: {name!r:.80} is none of the hosts {', '.join(dict.fromkeys(names))}")
+        return replace(
+            self, hosts=tuple(replace(host, denied=denied) if host.name == name else host for host in self.hosts)
+        )
 
     def with_ranks(self, each: int) -> "Hostfile":
         """A hostfile with ``each`` ranks on every host, in a ring topology, too. Raises InvalidArgument: a host has
@@ -187,6 +202,13 @@ def check_name(name: object) -> str | None:
     if name.count(":") == 1:  # an address of IPv6 has more
         return f"{name!r:.80} has a port; write it in ~/.ssh/config (Port {name.partition(':')[2]:.20})"
     return None
+
+
+def check_denied(denied: object) -> str | None:
+    """The reason why what a host is denied for cannot be in a hostfile; None if it can."""
+    if isinstance(denied, str) and denied.isprintable() and len(denied) <= _DENIED_CHARACTERS:
+        return None
+    return f"why a host is denied is a text of at most {_DENIED_CHARACTERS} characters, not {denied!r:.80}"
 
 
 def check_address(address: object) -> str | None:

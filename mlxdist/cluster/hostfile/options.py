@@ -143,7 +143,14 @@ def _selected(found: Hostfile, include: str | None, exclude: str | None) -> Host
         unknown = [name for name in (listed or "").split(",") if name and name not in names]
         if unknown:
             raise click.UsageError(f"{option}: {unknown[0]} is none of the hosts {', '.join(names)}.")
-    wanted = include.split(",") if include else names
+    allowed = []
+    for host in found.hosts:
+        if host.denied and not include:
+            left_out = f"{host.name} is left out: denied since {host.denied}; --include names it all the same"
+            click.secho(f"hostfile {found.source}: {left_out}", fg="yellow", err=True)
+        else:
+            allowed.append(host.name)
+    wanted = include.split(",") if include else allowed
     unwanted = (exclude or "").split(",")
     kept = [name for name in names if name in wanted and name not in unwanted]
     if not kept:

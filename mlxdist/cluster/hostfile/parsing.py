@@ -11,14 +11,14 @@ from mlxdist.base.json_reader import Located, parse_located
 from mlxdist.base.validation import nearest, read_bounded
 
 from . import device_map
-from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_name, check_variable
+from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_denied, check_name, check_variable
 
 __all__ = ["parse", "read"]
 
 _MAX_BYTES = 16 << 20
 _MAX_PORT = 65535
 _TOP = ("backend", "envs", "hosts")
-_ENTRY = ("ssh", "ips", "rdma", "slots")
+_ENTRY = ("ssh", "ips", "rdma", "slots", "denied")
 # A bracket alone does not mean JSON: a line such as [fe80::1]:2 begins with one, too.
 _JSON = re.compile(r"\s*(\{|\[\s*([\[{\]\"]|(null|true|false)\b))")
 # A scalar is JSON and no name of a host: the error has to be about JSON.
@@ -159,7 +159,16 @@ def _entry(entry: Located, problems: Problems) -> Host:
         _count(slots.plain(), slots.line, problems) if slots else 1,
         tuple(_texts(entry.value.get("ips"), '"ips"', check_address, problems)),
         line=entry.line,
+        denied=_denied(entry.value.get("denied"), problems),
     )
+
+
+def _denied(found: Located | None, problems: Problems) -> str:
+    if found is None:
+        return ""
+    if wrong := check_denied(found.plain()):
+        problems.error(found.line, wrong)
+    return str(found.plain())
 
 
 def _ring_entry(entry: Located, problems: Problems) -> Host:

@@ -65,6 +65,8 @@ def _entry(host: Host) -> dict[str, Any]:
         entry["rdma"] = [None if not row else row[0] if len(row) == 1 else list(row) for row in host.rdma]
     if host.slots != 1:
         entry["slots"] = host.slots
+    if host.denied:
+        entry["denied"] = host.denied
     return entry
 
 
@@ -88,6 +90,7 @@ def _lost(hostfile: Hostfile, format: str) -> list[str]:
         "a backend": hostfile.backend and not (is_ring and hostfile.backend == "ring"),
         "environment variables": hostfile.envs,
         "devices of cables": any(host.rdma for host in hostfile.hosts),
+        "hosts that are denied": any(host.denied for host in hostfile.hosts),
         "names for ssh": is_ring and any(host.name not in host.ips for host in hostfile.hosts),
         "IP addresses besides names": not is_ring and any(set(host.ips) - {host.name} for host in hostfile.hosts),
         "users of ssh": format == "colon" and any("@" in name for name in names),
