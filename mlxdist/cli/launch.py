@@ -237,6 +237,11 @@ def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, co
         variables.setdefault("MLXDIST_PROVIDER", "soft")
     if options.elastic is not None:
         _check_elastic(options.elastic, ranks, of_nodes, backend.name)
+        if "MLXDIST_TOPOLOGY" in variables:
+            raise click.UsageError(
+                "--elastic needs a link between every two ranks: MLXDIST_TOPOLOGY, which names pairs, may leave none "
+                "without a lost rank. --max-restarts starts all ranks again."
+            )
     environment = Environment.read(variables)
     if environment.device_map is not None:
         from mlxdist.cluster.hostfile import device_map

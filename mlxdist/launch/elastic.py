@@ -159,9 +159,6 @@ def member_variables(plan: LaunchPlan, members: Collection[int]) -> dict[str, st
         numbers = plan.variables.get(name, "").split(",")
         if len(numbers) == plan.size:
             found[name] = ",".join(numbers[member] for member in kept)
-    if text := plan.variables.get("MLXDIST_TOPOLOGY"):
-        pairs = [tuple(map(int, pair.split("-"))) for pair in text.split(",")]
-        found["MLXDIST_TOPOLOGY"] = ",".join(f"{kept[a]}-{kept[b]}" for a, b in pairs if a in kept and b in kept)
     if text := plan.variables.get("MLXDIST_DEVICE_MAP"):
         from mlxdist.cluster.hostfile import device_map
 

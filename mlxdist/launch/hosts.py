@@ -242,9 +242,11 @@ class HostsJob:
     def begin_epoch(self, epoch: Epoch, secret: str, variables: Mapping[str, str]) -> None:
         """See `LocalJob.begin_epoch`; the agents of the members do it."""
         fields = epoch._asdict() | {"secret": secret, "variables": dict(variables)}
-        for host in dict.fromkeys(self._host_of[member] for member in epoch.members):
+        members = [self._host_of[member] for member in epoch.members]
+        for host in self._hosts:
             host.first_failed = None  # one of the epoch before
-            host.send_json(JobFrame.EPOCH, fields)
+            if host in members:
+                host.send_json(JobFrame.EPOCH, fields)
 
     def answer(self, member: int) -> None:
         """See `LocalJob.answer`."""

@@ -190,6 +190,7 @@ class LocalJob:
         self._sockets: dict[str, socket.socket] = {}  # of rank 0, by the variables that name their descriptors
         self.members: tuple[int, ...] = tuple(range(self.size))  # in the order of their ranks; see `Membership`
         self._membership: MembershipSocket | None = None
+        self._tokens: dict[int, str] = {}  # by which it knows its ranks
         self._epoch: dict[str, str] = {}  # variables of its members
         self.succeeded = False
         allow_descriptors(self.size)
@@ -261,7 +262,8 @@ class LocalJob:
             }
         )
         if self._membership is not None:
-            variables["MLXDIST_MEMBERSHIP"] = str(self._membership_path)
+            self._tokens[rank] = _random_hex(8)
+            variables["MLXDIST_MEMBERSHIP"] = f"{self._membership_path}:{self._tokens[rank]}"
         if joins:
             variables["MLXDIST_JOIN"] = "1"
         variables |= self.exports.variables | dict.fromkeys(self.exports.by_local_rank, str(local_rank))
@@ -340,14 +342,17 @@ class LocalJob:
         """Lets ranks ask for the next epoch, before the first is started. ``wake()``: there are `questions`."""
         from .membership_socket import MembershipSocket
 
-        self._membership = MembershipSocket(self._membership_path, wake)
+        try:
+            self._membership = MembershipSocket(self._membership_path, wake)
+        except OSError as error:
+            raise ResourceError(f"--elastic: {self._membership_path} cannot be made: {error}; set TMPDIR") from None
 
     def questions(self) -> "list[tuple[Question, str]]":
         """The questions of ranks here since the last call, each with the address where its rank listens."""
         found = [] if self._membership is None else self._membership.questions()
         host = parse_address(self.address)[0] if self.address else ""
-        own = {member: self._started[member] for member in self._running}
-        return [(each, format_address(host, each.port)) for each in found if own.get(each.member) == each.session]
+        own = {member: self._tokens[member] for member in self._running}
+        return [(each, format_address(host, each.port)) for each in found if own.get(each.member) == each.token]
 
     def begin_epoch(self, epoch: "Epoch", secret: str, variables: Mapping[str, str]) -> None:
         """Answers the members here: their new world. ``variables``: those that depend on who the ranks are."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.json_reader import parse_json
-from mlxdist.base.validation import build, checked, number, one_of
+from mlxdist.base.validation import build, checked, number, one_of, text
 
 __all__ = ["MembershipSocket", "Question"]
 
@@ -38,14 +38,14 @@ class Question:
     Attributes:
         kind: how it goes on: "shrink", "grow", or "join" for a process that is in no epoch yet.
         member: its rank at the start of the job, or that of the process whose place it takes.
-        session: of its process, which leads it: another process may have had its place before.
+        token: which process it is: another one may have had its place before.
         attempt: grows with each question of a member.
         port: where it listens for the others of the new world.
     """
 
     kind: str = checked(one_of(("shrink", "grow", "join")))
     member: int = checked(number(0, MAX_RANKS - 1))
-    session: int = checked(number(1, 2**31))
+    token: str = checked(text())
     epoch: int = checked(number(0, 2**31))
     attempt: int = checked(number(0, 2**63))
     port: int = checked(number(0, 65535))

@@ -82,10 +82,7 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
 
     def prepare(restart: int) -> contextlib.AbstractContextManager[LocalJob | HostsJob]:
         if plan.hostfile is None or plan.by_mpirun:
-            local = _local_job(plan, name, restart)
-            if plan.options.elastic is not None:
-                local.let_shrink(wakeup.wake)
-            return local
+            return _local_job(plan, name, restart, wakeup)
         from .hosts import HostsJob
 
         return HostsJob(plan, plan.hostfile, name, restart, wakeup, say, follower is not None)
@@ -192,7 +189,7 @@ def _launcher_directory(plan: LaunchPlan, name: str) -> JobDirectory | None:
     return JobDirectory(job, name + LAUNCHER)
 
 
-def _local_job(plan: LaunchPlan, name: str, restart: int) -> LocalJob:
+def _local_job(plan: LaunchPlan, name: str, restart: int, wakeup: Wakeup) -> LocalJob:
     grace = usual_grace(sys.platform == "darwin") if plan.options.grace_period is None else plan.options.grace_period
     stdin, backend, nodes = plan.options.stdin, plan.backend, plan.nodes
     where: dict[str, Any] = {"port": backend.rendezvous_port}
@@ -216,6 +213,8 @@ def _local_job(plan: LaunchPlan, name: str, restart: int) -> LocalJob:
         job.address = nodes.address
         return job
     try:
+        if plan.options.elastic is not None:
+            job.let_shrink(wakeup.wake)
         if plan.by_mpirun:
             job.address = backend.mpi_address()
         else:

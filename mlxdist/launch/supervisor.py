@@ -182,7 +182,8 @@ class Supervisor:
         if number == signal.SIGUSR1 or (number == signal.SIGINT and self._passes_sigint):
             self._was_asked = self._was_asked or number == signal.SIGUSR1
             for rank in self._running.values():
-                rank.signal(number)
+                if self._elastic is None or not self._elastic.has_left_behind(rank.rank):  # else it waits to join
+                    rank.signal(number)
             return
         is_again = host in self._interrupts  # `mlxdist stop --hosts` sends one to every host, and means the same
         self._interrupts.append(host)
@@ -191,6 +192,8 @@ class Supervisor:
                 self._next = time.monotonic()  # impatient: the next signal now
             return
         self._interrupted_by = number
+        if self._can_go_on:
+            self._failed.clear()  # the job did not end for these
         self._send(number)
         drains = number == signal.SIGTERM and self._drain > 0
         self._rungs = [signal.SIGTERM, signal.SIGKILL] if drains or number != signal.SIGTERM else [signal.SIGKILL]
@@ -236,10 +239,14 @@ class Supervisor:
             self._failed.append((rank.rank, now - self._started))
         if self._elastic is not None:
             self._elastic.end(rank.rank)
-        can_go_on = self._elastic is not None and self._elastic.can_go_on
-        if self._failed and self._sent is None and self._next == math.inf and not can_go_on:
+        if self._failed and self._sent is None and self._next == math.inf and not self._can_go_on:
             self._rungs = [signal.SIGTERM, signal.SIGKILL]
             self._next = now + self._grace
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether enough ranks are left after a loss."""
+        return self._elastic is not None and self._elastic.can_go_on
 
     def _start_due(self, ranks: Collection[int]) -> None:
         for rank in ranks:
@@ -288,7 +295,7 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        elastic = math.inf if self._elastic is None else self._elastic.until_next()
+        elastic = math.inf if self._elastic is None or self._sent is not None else self._elastic.until_next()
         first = min(self._next, self._hint_at, self._late_at, elastic)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
@@ -296,7 +303,7 @@ class Supervisor:
         if time.monotonic() < self._late_at:
             return
         self._is_late, self._late_at = True, math.inf
-        if self._interrupted_by is None and not self._failed:  # else it is being ended already
+        if self._interrupted_by is None and self._next == math.inf:  # else it is being ended already
             self._interrupt(signal.SIGTERM)
 
     def _end_if_stalled(self) -> None:
@@ -316,7 +323,8 @@ class Supervisor:
             return TOO_LATE, [self._stalled, *self._fates(None)]
         if self._interrupted_by is not None and not self._failed:
             where = f" on {self._interrupts[0]}" if self._interrupts[0] else ""
-            if self._interrupted_by == signal.SIGTERM and not self._running and not any(self._statuses.values()):
+            all_ended = not any(status and not self._is_lost(rank) for rank, status in self._statuses.items())
+            if self._interrupted_by == signal.SIGTERM and not self._running and all_ended:
                 return 0, [f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"]
             first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
             return 128 + self._interrupted_by, [first, *self._fates(None)]

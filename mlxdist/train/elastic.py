@@ -5,15 +5,16 @@ ranks hold all of it, as data-parallel training does. So what is saved is a list
 step, and any rank that is left can give it to those that join.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from mlxdist.base.errors import Aborted, InvalidArgument, PeerLost
+from mlxdist.base.errors import Aborted, InvalidArgument, PeerLost, Timeout, TransportError
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.group.default_group import init
+from mlxdist.runtime.group.default_group import default_group, init
 from mlxdist.runtime.group.group import Group
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
@@ -23,6 +24,7 @@ from .checkpoint.state import collect, put_back
 __all__ = ["InMemoryCheckpoint", "elastic"]
 
 _Result = TypeVar("_Result")
+_ATTEMPTS = 3
 
 
 class _GroupChanged(BaseException):
@@ -38,9 +40,14 @@ class InMemoryCheckpoint:
 
     def __init__(self, grow_every: int) -> None:
         self._grow_every = grow_every
-        self._step = -1
+        self._step = -1  # nothing is saved
         self._arrays: dict[str, mx.array] = {}
         self._values: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were done when it was saved; -1: never."""
+        return self._step
 
     def save(self, step: int, state: Any) -> None:
         """Keeps ``state``, after ``step`` steps. Ranks that wait to join do so now, at every ``grow_every``-th step.
@@ -60,8 +67,8 @@ class InMemoryCheckpoint:
                 f"InMemoryCheckpoint.save: this rank has only a part of '{parts[0]}', which would "
                 "be lost with it; save with Checkpoints, and let the job start again (--max-restarts)"
             )
-        mx.eval(list(found.arrays.values()))
-        self._step, self._arrays, self._values = step, found.arrays, found.values
+        _make_available(found.arrays)
+        self._step, self._arrays, self._values = step, _handles(found.arrays), found.values
         group = init()
         if step % self._grow_every == 0 and group.grow() is not group:
             raise _GroupChanged
@@ -81,13 +88,15 @@ class InMemoryCheckpoint:
         steps = all_gather(np.array([self._step])).tolist()
         latest = max(steps)
         if latest < 0:
+            _make_available(collect(state).arrays)
             return None
         if min(steps) < latest:
             self._receive(group, steps.index(latest))
             self._step = latest
         with agreed("InMemoryCheckpoint.load", group, sorted(self._arrays), sorted(self._values)):
             self._check(state)
-        put_back(state, {**self._arrays, **self._values})
+        put_back(state, {**_handles(self._arrays), **self._values})
+        _make_available(collect(state).arrays)
         return latest
 
     def _receive(self, group: Group, root: int) -> None:
@@ -113,6 +122,18 @@ class InMemoryCheckpoint:
                 )
         if missing := sorted(found.values.keys() - self._values.keys()):
             raise InvalidArgument(f"InMemoryCheckpoint.load: '{missing[0]}' was not saved")
+
+
+def _make_available(arrays: dict[str, mx.array]) -> None:
+    """Keeps arrays from failing with the operation that fails next (native/bindings/mlx/failed_arrays.h): MLX counts
+    them as available only when they are evaluated again."""
+    for _ in range(2):
+        mx.eval(list(arrays.values()))
+
+
+def _handles(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The same arrays as other objects: ``x += 1`` of the program changes the object, and not the array."""
+    return {path: copy.copy(array) for path, array in arrays.items()}
 
 
 def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: int = 10) -> _Result:
@@ -144,17 +165,24 @@ def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: in
 
     Raises:
         InvalidArgument: ``grow_every`` is not a number from 1; the job was not started as an elastic one.
-        PeerLost, Aborted: too few ranks are left; or the group has failed, and no rank was lost.
+        PeerLost, Aborted, Timeout, TransportError: too few ranks are left; or the group has failed three times at the
+            same step without losing a rank.
     """
     if not isinstance(grow_every, int) or grow_every < 1:
         raise InvalidArgument(f"elastic: grow_every is {grow_every!r}; it must be a number from 1")
     checkpoint = InMemoryCheckpoint(grow_every)
+    failures: list[tuple[int, int]] = []  # sizes of the group and steps
     while True:
-        group = init()
+        init()
         try:
             return function(checkpoint)
         except _GroupChanged:
             continue
-        except (PeerLost, Aborted):
-            if init().shrink().size() == group.size():  # it would fail again
+        except (PeerLost, Aborted, Timeout, TransportError) as error:
+            try:
+                group = default_group().shrink()
+            except InvalidArgument:  # it has ended: nothing goes on
+                raise error from None
+            failures.append((group.size(), checkpoint.step))
+            if failures[-_ATTEMPTS:] == [failures[-1]] * _ATTEMPTS:  # no rank is lost, and no step gained
                 raise

@@ -46,7 +46,7 @@ def receive_state():
 
 def end_in_time():
     """Lets all end at the same step, once all is done that is to be done."""
-    waits = os.path.exists(os.environ["MLXDIST_MEMBERSHIP"] + ".joining")
+    waits = os.path.exists(os.environ["MLXDIST_MEMBERSHIP"].rpartition(":")[0] + ".joining")
     if not state[3] and (state[2] >= expected > 0 or (not expected and waits)):
         state[3] = state[0] + MORE
     state[:] = mlxdist.broadcast(state, root=0)

@@ -131,9 +131,87 @@ print(group, mlxdist.all_sum(1).item())
     assert of_launcher(job) == ["ranks 0 and 1 go on in a group of 2"]
 
 
+def test_a_rank_in_a_session_of_its_own():
+    """As `script -c` and others start it."""
+    program = "import mlxdist; print(mlxdist.init().shrink())"
+    job = launch(2, "setsid", "--wait", sys.executable, "-c", program, options=["--elastic", "2"], timeout=60)
+    assert job.returncode == 0 and job.stdout.count(b"of 2>") == 2, job.stderr
+
+
+AGAIN = """
+import mlxdist, threading
+def count():
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(os.environ["TMPDIR"]))
+group = mlxdist.init()
+found = []
+for n in range(6):
+    group = group.shrink()
+    found.append(count())
+assert len(set(found[1:])) == 1, found
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_nothing_is_left_of_groups_before():
+    job = python(2, AGAIN, options=["--elastic", "2"], timeout=60)
+    assert job.returncode == 0, job.stderr
+
+
+ARRAYS = """
+import signal, mlxdist, mlx.core as mx
+group = mlxdist.init()
+once, twice = mx.zeros(2) + 1, mx.zeros(2) + 2
+mx.eval(once, twice)
+mx.eval(twice)
+try:
+    while True:
+        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        mx.eval(mlxdist.all_sum(mx.ones(3)))
+except mlxdist.Error:
+    group = group.shrink()
+print(twice.tolist(), (twice + 1).tolist(), flush=True)
+try:
+    print(once.tolist())
+except mlxdist.PeerLost:
+    print("lost with the group", flush=True)
+"""
+
+
+def test_arrays_of_before():
+    """What was evaluated once may be from the failed step: it raises, rather than be wrong."""
+    job = python(2, ARRAYS, options=["--elastic", "1"])
+    assert job.stdout == b"[0] [2.0, 2.0] [3.0, 3.0]\n[0] lost with the group\n", job.stderr
+
+
+LATE = """
+import signal, mlxdist
+mlxdist.init()
+print("ready", flush=True)
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+late(60)
+"""
+
+
+def test_other_ends_of_a_job_with_a_loss():
+    """The other rank has not noticed it yet."""
+    job = python(2, LATE, options=["--elastic", "1", "--timeout", "6"], timeout=60)
+    assert job.returncode == 124, job.stderr
+    with running(2, LATE, ["--elastic", "1"]) as launcher:
+        assert wait_for(lambda: len(running_ranks()) == 1, 30)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130
+
+
+def running_ranks():
+    """The ranks of the only job that still run, with their processes."""
+    listed = subprocess.run([*LAUNCH[:-1], "ps", "--json"], capture_output=True, text=True, timeout=60)
+    return json.loads(listed.stdout)[0]["pids"]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (["-n", "2", "--elastic", "1", "--env", "MLXDIST_TOPOLOGY=0-1"], "--elastic needs a link between every two"),
         (["-n", "2", "--elastic", "3"], "--elastic 3: the job has only 2 ranks."),
         (["-n", "2", "--elastic", "1", "--backend", "ring"], "--elastic goes neither with --nodes nor"),
         (["-n", "2", "--elastic", "0"], "0 is not in the range"),
@@ -157,13 +235,13 @@ except mlxdist.PeerLost:
 print(group, flush=True)
 late(1000 if group.rank() == 0 and group.size() == 2 else 0)
 """
-QUESTION = {"kind": "shrink", "member": 0, "session": 1, "epoch": 0, "attempt": 1, "port": 1}
+QUESTION = {"kind": "shrink", "member": 0, "token": "", "epoch": 0, "attempt": 1, "port": 1}
 
 
 def test_what_is_no_question_is_dropped():
     """Other programs of this user may write anything to the socket: the job goes on."""
     with running(2, WAITING, ["--elastic", "1"], lines=1) as launcher:
-        path = launcher.first_lines[0].split()[1]
+        path = launcher.first_lines[0].split()[1].rpartition(":")[0]
         wrong = [QUESTION | change for change in ({"member": -1}, {"epoch": "0"}, {"port": 0}, {"attempt": None})]
         lines = [json.dumps(question).encode() for question in wrong]
         for line in [b"", b"\xff" * 5000, b"[1]", b"{}", *lines]:
@@ -188,10 +266,7 @@ def ask(path, line):
 
 def kill(launcher, rank):
     """Kills a rank of the launcher's job."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "mlxdist", "ps", "--json"], capture_output=True, text=True, timeout=60
-    )
-    os.kill(json.loads(listed.stdout)[0]["pids"][str(rank)], signal.SIGKILL)
+    os.kill(running_ranks()[str(rank)], signal.SIGKILL)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """train.elastic: the others go on when ranks are lost, with the weights that a run without losses has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,39 @@ def test_the_guide(tmp_path):
     assert job.stdout.count(b" on 2 ranks\n") == 2
     job = launch(2, sys.executable, str(program_of(guide, tmp_path, 1)), options=["--elastic", "1"], timeout=90)
     assert sorted(job.stdout.splitlines()) == [b"[0] 100 200.0", b"[1] 100 200.0"], job.stderr
+
+
+KEPT = """
+import mlx.core as mx
+import mlxdist
+from mlxdist import train
+
+def training(checkpoint):
+    state = {"a": mx.ones(2), "b": mx.zeros(2) + 1}
+    done = checkpoint.load(state) or 0
+    for step in range(done + 1, 30):
+        if rank == 1 and step == 7: os.kill(os.getpid(), HOW)
+        mx.eval(mlxdist.all_sum(mx.ones(3)))
+        state["a"] += 1  # in place: another object of Python would be a step ahead of what is saved
+        state["b"][0] = step + 1
+        checkpoint.save(step, state)
+        state["a"] += 0.5
+        mx.eval(state["a"])
+        state["a"] -= 0.5
+    return state
+state = train.elastic(training)
+print(state["a"].tolist(), state["b"].tolist(), mlxdist.init().size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
+def test_the_state_is_that_of_the_last_step(how):
+    """Whatever the program does to its arrays afterwards; and also where a rank has stopped."""
+    variables = {"MLXDIST_TIMEOUT": "3", "MLXDIST_RENDEZVOUS_TIMEOUT": "4"} if how == "SIGSTOP" else {}
+    program = "import signal\n" + KEPT.replace("HOW", f"signal.{how}")
+    job = python(3, program, options=["--elastic", "1"], env=os.environ | variables, timeout=90)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [b"[%d] [30.0, 30.0] [30.0, 1.0] 2" % n for n in (0, 2)]
 
 
 REFUSED = """

@@ -10,12 +10,11 @@ from mlxdist.base.opaque import create
 
 from ..diagnostics import flight_recorder
 from ..native import bridge
-from ..synchronous import evaluate_operations
 from ..timeout import native_timeout
 from . import at_exit
+from .elastic import enter
 from .engine_group import EngineGroup
 from .group import Group, engine_of
-from .next_epoch import next_epoch
 from .world import World
 
 __all__ = ["current_run", "default_group", "finalize", "init"]
@@ -91,14 +90,10 @@ def finalize() -> None:
 
 
 def _replace_world() -> Group:
-    """Makes the group of a new world, as the variables describe it, in the place of the one that has ended.
-
-    Raises:
-        RendezvousError, PeerLost: the ranks did not come together.
-    """
+    """Makes the group of a new world in the place of the one that has ended."""
     global _world
     with _world_lock:
-        _world = _create(strict=True)
+        _world = _make_group()
         return _world
 
 
@@ -117,12 +112,13 @@ def _create(strict: bool) -> Group:
                 "mlxdist.init(strict=True): no launcher started this process; run it with "
                 "`mlxdist launch -n 2 -- python ...`"
             )
-    if environment.join:
-        next_epoch(environment, "join")
-        environment = Environment.read()
+    return enter("join", _make_group) if environment.join else _make_group()
+
+
+def _make_group() -> Group:
+    """Makes the group of a world, as the variables describe it."""
+    environment = Environment.read()
     world = World(environment, environment.host_name, _replace_world)
-    if environment.sync and world.size > 1:
-        evaluate_operations()
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     at_exit.register(world)

@@ -7,7 +7,8 @@ Rejected: keeping the queue pairs between survivors. What a lost rank's operatio
 drained from them first, and the connections of a new world take milliseconds.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from .engine_group import EngineGroup
 from .next_epoch import do_others_join, next_epoch
 
 __all__ = ["check", "enter", "grows"]
+
+_Group = TypeVar("_Group")
 
 # Worlds of the same ranks that may fail one after the other. A rank is left out once it has ended.
 _ATTEMPTS = 3
@@ -47,22 +50,20 @@ def grows(engine: EngineGroup) -> bool:
     return bool(waits[0])
 
 
-def enter(kind: str, engine: EngineGroup) -> Any:
+def enter(kind: str, make_group: Callable[[], _Group]) -> _Group:
     """Connects with the members of the next epoch, and of the one after it where one of them is lost meanwhile.
 
     Args:
-        kind: "shrink" or "grow".
-        engine: of the world before, which has ended here.
-
-    Returns:
-        The :class:`mlxdist.Group` of the new world.
+        kind: "shrink", "grow" or "join".
+        make_group: makes the group of a world, as the variables describe it; returned is what it has made.
     """
     failures: list[object] = []
     while True:
         members = next_epoch(Environment.read(), kind)
         try:
-            return engine.world.make_next()
+            return make_group()
         except errors.Error:
             failures.append(members)
             if failures.count(members) == _ATTEMPTS:
                 raise
+            kind = "shrink" if kind == "join" else kind  # it has been taken in

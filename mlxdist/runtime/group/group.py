@@ -266,9 +266,10 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
         noticed the loss gets an :class:`Aborted` from its next operation, and is to call this, too. One that does not
         come for ``MLXDIST_RENDEZVOUS_TIMEOUT`` seconds is killed by the launcher.
 
-        What was made of the old group raises: groups split off, meshes, registrations, arrays not evaluated. The data
-        that the lost rank had is lost; bring the others to a state that they share, such as that of the last step that
-        all have finished. The job must be started with ``mlxdist launch --elastic MIN``.
+        What was made of the old group raises: groups split off, meshes, registrations, arrays not evaluated, and those
+        evaluated once and not read since. The data that the lost rank had is lost; bring the others to a state that
+        they share, such as that of the last step that all have finished. The job must be started with ``mlxdist launch
+        --elastic MIN``.
 
         Returns:
             The new group, which is :func:`init`'s from then on; the group itself if it has one rank.
@@ -311,7 +312,7 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
         return self._next("grow")
 
     def _next(self, kind: str) -> "Group":
-        group: Group = elastic.enter(kind, self._engine)
+        group: Group = elastic.enter(kind, self._engine.world.make_next)
         if self._timeout is not None:
             group.timeout = self._timeout
         return group

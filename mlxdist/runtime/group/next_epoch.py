@@ -13,6 +13,8 @@ from mlxdist.base import errors
 from mlxdist.base.environment import VARIABLES, Environment
 from mlxdist.base.json_reader import parse_json
 
+from ..rendezvous.connect import close_inherited
+
 __all__ = ["do_others_join", "next_epoch"]
 
 _MAX_BYTES = 32 << 20  # of the answer, which may have a device map
@@ -21,7 +23,8 @@ _NAMES = {variable.name for variable in VARIABLES} | {"MLX_RANK", "MLX_GLOBAL_RA
 
 def do_others_join(environment: Environment) -> bool:
     """Whether processes wait to join, as far as this host knows."""
-    return os.path.exists(f"{environment.membership}.joining")
+    path, _ = _membership(environment)
+    return os.path.exists(f"{path}.joining")
 
 
 def next_epoch(environment: Environment, kind: str) -> object:
@@ -44,6 +47,8 @@ def next_epoch(environment: Environment, kind: str) -> object:
         if error := answer.get("error"):
             raise errors.PeerLost(f"{kind}: rank {environment.rank} cannot go on: {error}")
         variables = {name: str(text) for name, text in answer["variables"].items() if name in _NAMES}
+        if environment.rendezvous_fd is not None:
+            close_inherited(environment.rendezvous_fd)
         for name in ("MLXDIST_JOIN", "MLXDIST_RENDEZVOUS_FD", "MLXDIST_FOLLOWER_FD"):
             os.environ.pop(name, None)
         os.environ.update(variables)
@@ -53,17 +58,18 @@ def next_epoch(environment: Environment, kind: str) -> object:
 
 
 def _ask(environment: Environment, kind: str, port: int) -> dict[str, Any]:
+    path, token = _membership(environment)
     question = {
         "kind": kind,
         "member": environment.first_rank,
-        "session": os.getsid(0),
+        "token": token,
         "epoch": environment.epoch,
         "attempt": time.monotonic_ns(),
         "port": port,
     }
     try:
         with socket.socket(socket.AF_UNIX) as launcher:
-            launcher.connect(environment.membership or "")
+            launcher.connect(path)
             launcher.sendall(json.dumps(question).encode() + b"\n")
             with launcher.makefile("rb") as lines:
                 answer = parse_json(lines.readline(_MAX_BYTES))
@@ -72,5 +78,11 @@ def _ask(environment: Environment, kind: str, port: int) -> dict[str, Any]:
         return answer
     except (OSError, ValueError) as error:
         raise errors.RendezvousError(
-            f"{kind}: the launcher has not answered rank {environment.rank} at {environment.membership}: {error}"
+            f"{kind}: the launcher has not answered rank {environment.rank} at {path}: {error}"
         ) from None
+
+
+def _membership(environment: Environment) -> tuple[str, str]:
+    """The launcher's socket, and by what it knows this process."""
+    path, _, token = (environment.membership or "").rpartition(":")
+    return path, token

@@ -16,7 +16,7 @@ from .authentication import Refused, authenticate
 from .protocol import Framing, ProtocolError, pack_json, unpack_json
 from .server import exit_status_of, keep_alive
 
-__all__ = ["connect", "listen", "reconnect"]
+__all__ = ["close_inherited", "connect", "listen", "reconnect"]
 
 # What MLXDIST_RENDEZVOUS_TIMEOUT can be.
 MAX_SECONDS = 1e9
@@ -95,12 +95,17 @@ def _inherit(environment: Environment, descriptor: int) -> socket.socket:
 _inherited: dict[int, int] = {}
 
 
+def close_inherited(descriptor: int) -> None:
+    """Closes a listening socket, when another world has another one."""
+    inode = _inherited.pop(descriptor, None)
+    with contextlib.suppress(OSError):  # the program has closed it
+        if os.fstat(descriptor).st_ino == inode:
+            os.close(descriptor)
+
+
 def _close_in_child() -> None:
-    for descriptor, inode in _inherited.items():
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino == inode:
-                os.close(descriptor)
-    _inherited.clear()
+    for descriptor in list(_inherited):
+        close_inherited(descriptor)
 
 
 os.register_at_fork(after_in_child=_close_in_child)
