@@ -76,8 +76,9 @@ def top(
         mlxdist top --web 8081            in a browser, at http://127.0.0.1:8081
 
     For each rank: the step that the program is at, if it calls mlxdist.set_step, else how many collectives of all ranks
-    it has begun; its operation and for how long; what it sends and receives. Ranks that others wait for are stragglers.
-    A Mac that Low Power Mode or heat slows has a line. In a pipe one table is printed, as with --once.
+    it has begun; its operation and for how long; what it sends and receives; where the terminal is wide, its memory.
+    Ranks that others wait for are stragglers. A host whose ranks take nearly all of its memory has a line, and a Mac
+    that Low Power Mode or heat slows has a line. In a pipe one table is printed, as with --once.
 
     The exit status is 0 also when the job ends meanwhile, and 1 if at the last refresh a rank did not respond.
     """

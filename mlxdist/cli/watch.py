@@ -18,7 +18,14 @@ from mlxdist.launch.job_name import JOB_NAME
 __all__ = ["watch"]
 
 _seconds = partial(click.option, type=click.FloatRange(0.1, 1e6), show_default=True, metavar="SECONDS")
-_STYLES = {"failed": "bold red", "stalled": "bold red", "silent": "red", "straggler": "yellow", "slow": "yellow"}
+_STYLES = {
+    "failed": "bold red",
+    "stalled": "bold red",
+    "silent": "red",
+    "memory_pressure": "red",
+    "straggler": "yellow",
+    "slow": "yellow",
+}
 
 
 @click.command()
@@ -54,10 +61,10 @@ def watch(
         mlxdist watch --on-event 'mail -s mlxdist me@example.org'
         mlxdist watch --on-event https://example.org/hook
 
-    Events: straggler (others wait for a rank), stalled (no rank goes on), silent (a rank does not respond), slow (a
-    Mac that Low Power Mode or heat slows), failed, ended. Each comes once, and once more when it is over. CMD gets the
-    event as JSON on its standard input. The launcher knows of starts, failures and restarts: `mlxdist launch
-    --on-event`.
+    Events: straggler (others wait for a rank), stalled (no rank goes on), silent (a rank does not respond),
+    memory_pressure (the ranks of a host have 95 % of its memory or more), slow (a Mac that Low Power Mode or heat
+    slows), failed, ended. Each comes once, and once more when it is over. CMD gets the event as JSON on its standard
+    input. The launcher knows of starts, failures and restarts: `mlxdist launch --on-event`.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False)

@@ -85,7 +85,10 @@ def _row(state: RankState) -> _View:
     else:
         name = "straggler" if state.is_straggler else "ok"
     facts = {fact: getattr(state, fact) for fact in _FACTS}
-    return facts | {"state": name, "held": None, "memory": None, "memory_limit": None}
+    memory = state.memory
+    facts |= {"memory": memory and memory.used, "memory_limit": memory and memory.total}
+    facts |= {"mlx_memory": memory and {"active": memory.active, "peak": memory.peak}}
+    return facts | {"state": name, "held": None}
 
 
 class Cluster:

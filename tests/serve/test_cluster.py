@@ -26,6 +26,7 @@ def test_it_has_who_holds_what_and_what_the_ranks_do(client, rank_0):
     waits, late = view["ranks"]
     assert late["held"] == {"layers": "all layers", "bytes": 4_000_000_000, "share": 0.5}
     assert (late["host"], late["memory"], late["memory_limit"]) == ("mac-1", 5 * 10**9, 12 * 10**9)
+    assert late["mlx_memory"] == {"active": 3 << 30, "peak": 4 << 30}
     assert (waits["operation"], waits["waiting_on"], waits["elapsed"]) == ("all_sum #7", 1, 3.0)
     assert states(view) == ["ok", "straggler"]
     assert view["findings"][0].startswith("Rank 1 computes since all_sum #6 at train.py:90 ended 2.0 s ago")

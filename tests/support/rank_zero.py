@@ -77,10 +77,12 @@ def _record(rank: int, ranks: int) -> dict[str, Any]:
         "ended_ns": 2 * 10**9 if is_late else None, "status": 0, "call_site": "train.py:90",
     }  # fmt: skip
     return {
-        "schema": 3, "job": "741b468f6c659879", "rank": rank, "size": ranks, "host": f"mac-{rank}", "pid": 100 + rank,
+        "schema": 4, "job": "741b468f6c659879", "rank": rank, "size": ranks, "host": f"mac-{rank}", "pid": 100 + rank,
         "reason": "status", "error": None, "monotonic_ns": 4 * 10**9, "wall_ns": 10**18, "step": None,
-        "total_steps": None, "bubble": None, "computed": [], "power": None, "bytes_sent": 32, "bytes_received": 32,
-        "groups": {"0": list(range(ranks))}, "threads": {}, "stacks": {}, "operations": [operation],
+        "total_steps": None, "bubble": None, "computed": [], "power": None,
+        "memory": {"active": 3 << 30, "peak": 4 << 30, "resident": 5 << 30, "private": 5 << 30, "total": 16 << 30},
+        "bytes_sent": 32, "bytes_received": 32, "groups": {"0": list(range(ranks))}, "threads": {}, "stacks": {},
+        "operations": [operation],
     }  # fmt: skip
 
 

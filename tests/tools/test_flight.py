@@ -63,7 +63,7 @@ def ended(name="all_sum", sequence=411, call_site="train.py:80", **fields):
 
 def record(rank, *operations, size=4, **fields):
     return {
-        "schema": 3,
+        "schema": 4,
         "job": "job",
         "rank": rank,
         "size": size,
@@ -77,6 +77,7 @@ def record(rank, *operations, size=4, **fields):
         "total_steps": None,
         "bubble": None,
         "power": None,
+        "memory": {"active": 0, "peak": 0, "resident": None, "private": None, "total": None},
         "computed": [],
         "bytes_sent": 0,
         "bytes_received": 0,

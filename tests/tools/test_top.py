@@ -23,8 +23,11 @@ from waiting import wait_for
 from mlxdist import set_step
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import top as command
+from mlxdist.cluster.facts.memory import total_memory
 from mlxdist.launch.jobs import find_job, read_job
 from mlxdist.runtime.diagnostics.flight_records import check_record
+from mlxdist.runtime.diagnostics.memory import RankMemory
+from mlxdist.runtime.observation.memory import HostMemory
 from mlxdist.runtime.observation.stragglers import RankState
 from mlxdist.runtime.observation.view import View
 from mlxdist.runtime.rendezvous.observer import observe
@@ -47,8 +50,10 @@ mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
 """
 # All go on, one operation after another.
 BUSY = """
-import numpy, mlxdist
+import mlx.core as mx, numpy, mlxdist
 mlxdist.init()
+held = mx.ones(1 << 20)
+mx.eval(held)
 x = numpy.ones(100_000, numpy.float32)
 for _ in range(20): mlxdist.all_sum(x)
 print('ready', flush=True)
@@ -91,10 +96,16 @@ def test_a_rank_that_others_wait_for_is_a_straggler():
         end(job)
 
 
-def test_what_is_sent_and_received_is_counted():
+def test_what_is_sent_and_received_and_the_memory():
     with running(2, BUSY) as job:
         view = json.loads(top("--once", "--json", "--interval", "0.3").stdout)
         assert [row["gbps"] > 0 and row["operations"] > 1 for row in view["ranks"]] == [True, True]
+        memories = [row["memory"] for row in view["ranks"]]
+        for memory in memories:
+            assert 4 << 20 <= memory["active"] <= memory["peak"] and 4 << 20 < memory["private"] <= memory["resident"]
+        ((_, together),) = view["memory"].items()
+        assert together["ranks"] == [0, 1] and together["used"] == sum(memory["private"] for memory in memories)
+        assert memories[0]["resident"] < memories[0]["total"] == together["total"] == total_memory()
         end(job)
 
 
@@ -296,6 +307,41 @@ def test_stages_of_a_pipeline_have_a_column_more():
     assert "bubble" not in [column.header for column in rank_table([row(0)]).columns]
 
 
+GIB = 1 << 30
+MEMORY = RankMemory(active=10 * GIB, peak=12 * GIB, resident=13 * GIB, private=11 * GIB, total=16 * GIB)
+
+
+@pytest.mark.parametrize("width, is_short, columns", [
+    (120, False, ["active", "peak", "resident", "of host"]),
+    (100, False, ["resident", "of host"]),
+    (80, False, []),
+    (80, True, ["resident", "of host"]),
+])  # fmt: skip
+def test_columns_of_memory_are_those_that_fit(width, is_short, columns):
+    """No line is longer than the terminal, and none is folded unless a host is short of memory."""
+    rows = [row(rank, memory=MEMORY) for rank in range(2)]
+    memory = {"studio0": HostMemory((15 + is_short) * GIB, 16 * GIB, (0, 1))}
+    view = View("741b", rows, [], [], False, memory=memory)
+    console = Console(width=width, height=24, file=io.StringIO())
+    console.print(Screenful(view))
+    lines = console.file.getvalue().splitlines()
+    head = next(line for line in lines if line.startswith("rank"))
+    assert [name for name in ("active", "peak", "resident", "of host") if name in head] == columns
+    assert all(len(line) <= width for line in lines)
+    table = lines[lines.index(head) + 1 :]
+    assert len(table) == 2 or is_short
+    cells = {"active": "10.0 GiB", "peak": "12.0 GiB", "resident": "13.0 GiB", "of host": "81%"}
+    assert [cell for name, cell in cells.items() if cell in table[0]] == [cells[name] for name in columns]
+    above = " ".join(" ".join(lines[: lines.index(head)]).split())
+    assert ("memory pressure" in above) == is_short
+
+
+def test_a_host_under_memory_pressure():
+    memory = HostMemory(15 * GIB + GIB // 2, 16 * GIB, (0, 1))
+    (warning,) = View("job", [], [], [], False, memory={"studio0": memory, "b": HostMemory(0, 1, (2,))}).warnings
+    assert warning.startswith("studio0: ranks 0 and 1 have 15.5 GiB of its 16 GiB of memory (97 %): memory pressure; ")
+
+
 def test_rows_and_findings_that_take_several_lines():
     rows = [row(rank, call_site=f"/a/long/path/of/many/directories/{'x' * 40}/train.py:{rank}") for rank in range(10)]
     view = View("741b468f6c659879", rows, ["word " * 60] * 5, [], False)
@@ -336,6 +382,7 @@ def test_the_example_in_the_documentation(capsys):
             "total_steps": 1000,
             "operations": 824,
         }
+        who["memory"] = RankMemory(int(88.1 * GIB), int(97.4 * GIB), int(89.6 * GIB), 87 * GIB, 128 * GIB)
         rows.append(RankState(**who, **does, elapsed=2.1, gbps=1.22 if late else 1.24, has_responded=True))
     sentence = "Rank 2 computes since all_sum #823 at train.py:80 ended 2.1 s ago, the others wait in all_sum #824 at "
     command._print(View("741b468f6c659879", rows, [sentence + "train.py:90 for 2.1 s."], [], False))

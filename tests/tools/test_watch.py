@@ -15,7 +15,10 @@ from mlxdist.cluster.facts.power import Power
 from mlxdist.launch.event_hook import Event, EventHook
 from mlxdist.runtime.diagnostics.flight_records import check_record
 from mlxdist.runtime.observation.view import Viewer
+from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 from mlxdist.tools.observe.view_events import Conditions, Key, ViewEvents
+
+MEMORY = {"active": 0, "peak": 0, "resident": 10, "private": 480, "total": 1000}
 
 # Conditions.
 
@@ -83,6 +86,42 @@ def test_a_failure_and_a_slow_mac():
     assert [(event.event, event.host) for event in found] == [("failed", ""), ("slow", "mac1")]
     assert found[0].text == "The job has failed: rank 1 died"
     assert Power(**power).problems()[0].remedy in found[1].text
+
+
+def with_memory(*shares, **fields):
+    """Ranks of one host, each with this part of its memory."""
+    memory = {"active": 0, "peak": 0, "resident": 10**9, "total": 10**9}
+    records = (
+        record(rank, ended(), memory=memory | {"private": int(share * 10**9)}, size=2)
+        for rank, share in enumerate(shares)
+    )
+    return view_of(*records, **fields)
+
+
+def test_memory_pressure():
+    """It begins at 95 % and ends below 90 %: what goes up and down between them is one event."""
+    events = ViewEvents(straggler=5, stall=60, quiet=10)
+    found = {}
+    for now, shares in ((0, (0.5, 0.4)), (10, (0.5, 0.46)), (20, (0.5, 0.41)), (40, (0.5, 0.5)), (60, (0.5, 0.39)),
+                        (80, (0.5, 0.44))):  # fmt: skip
+        found[now] = events.update(with_memory(*shares), 0, now)
+    assert {now: [(e.event, e.host, e.over) for e in seen] for now, seen in found.items() if seen} == {
+        10: [("memory_pressure", "mac1", False)],
+        60: [("memory_pressure", "mac1", True)],
+    }
+    assert found[10][0].text.startswith("mac1: ranks 0 and 1 have 915.53 MiB of its 953.67 MiB of memory (96 %); ")
+    assert found[60][0].text == "mac1 has memory again."
+
+
+def test_the_memory_of_ranks_that_do_not_respond():
+    """A host that pages may silence its ranks: they have what they had, until they are gone."""
+    both, one = ({rank: check_record(record(rank, memory=MEMORY, size=2), "a test") for rank in ranks}
+                 for ranks in ((0, 1), (0,)))  # fmt: skip
+    gone = {1: PeerStatus(1, "mac1", 101, None, "", is_gone=True)}
+    viewer = Viewer()
+    seen = [viewer.view("job", both, {}, []), viewer.view("job", one, {}, []), viewer.view("job", one, gone, [])]
+    assert [view.memory["mac1"].used for view in seen] == [960, 960, 480]
+    assert [len(view.warnings) for view in seen] == [1, 1, 0]
 
 
 # Where events go.

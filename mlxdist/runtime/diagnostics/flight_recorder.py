@@ -33,6 +33,7 @@ from .flight_records import (
     record_file_name,
     stack_file,
 )
+from .memory import read_memory
 from .power import PowerWatch
 from .stacks import StackFile, current_stacks, program_frames
 from .step import current_computing, current_step
@@ -215,6 +216,7 @@ class Recorder:
             if computing is None or is_status
             else [list(span) for span in computing.spans[:MAX_OPERATIONS]],
             "power": asdict(power) if is_status and (power := self._power.last()) else None,
+            "memory": asdict(read_memory()),
             "bytes_sent": sent,
             "bytes_received": received,
             "groups": groups,

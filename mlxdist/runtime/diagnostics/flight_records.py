@@ -25,6 +25,7 @@ from mlxdist.base.validation import (
 )
 from mlxdist.cluster.facts.power import Power
 
+from .memory import RankMemory
 from .stacks import MAX_THREADS, STACKS, Stacks
 from .step import Computed
 
@@ -40,7 +41,7 @@ __all__ = [
     "stack_file",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 STREAM_LANE = 0x7FFF  # mlxdist_group_stream_lane()
 MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
 _MAX_FILE_BYTES = 16 << 20
@@ -134,6 +135,7 @@ class FlightRecord:
     bubble: float | None = checked(or_null(share))
     computed: tuple[Computed, ...] = checked(list_of(_computed, MAX_OPERATIONS))
     power: Power | None = checked(or_null(object_of(Power)))  # of a Mac, in a status
+    memory: RankMemory = checked(object_of(RankMemory))
     bytes_sent: int = checked(_ANY)  # since the beginning
     bytes_received: int = checked(_ANY)
     # The members, ranks of the world, of every group that still exists.

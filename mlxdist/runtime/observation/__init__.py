@@ -4,6 +4,7 @@
     stack_groups.py the Python stacks of all ranks, equal ones once
     progress.py     for how long no rank has gone on
     clocks.py       one clock for the records of several hosts
+    memory.py       what the ranks take of each host's memory
     view.py         the state of all ranks at one moment
 
 It needs neither MLX nor the compiled half.

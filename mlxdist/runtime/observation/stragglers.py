@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from mlxdist.base.errors import name_ranks, ranks_have
 
 from ..diagnostics.flight_records import FlightRecord, Operation, group_name
+from ..diagnostics.memory import RankMemory
 from ..rendezvous.heartbeat import PeerStatus
 from .clocks import at_one_time
 
@@ -21,7 +22,7 @@ __all__ = ["Analysis", "RankState", "analyze"]
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of one rank. Without a response, host, process and step are the last known ones."""
+    """The state of one rank. Without a response, host, process, step and memory are the last known ones."""
 
     rank: int
     host: str = ""
@@ -30,6 +31,7 @@ class RankState:
     step: int | None = None  # of mlxdist.set_step
     total_steps: int | None = None
     bubble: float | None = None  # of the last step of a stage of a pipeline
+    memory: RankMemory | None = None
     operations: int = 0  # collectives of all ranks that this one has begun
     operation: str = ""  # "all_sum #412": the oldest in progress, else the last one
     in_operation: bool = False
@@ -216,7 +218,7 @@ def _state(
     gbps: float | None,
 ) -> RankState:
     """The state of a rank. ``known``: the last known facts, for a rank without a record."""
-    names = ("host", "pid", "error", "step", "total_steps", "bubble", "threads")
+    names = ("host", "pid", "error", "step", "total_steps", "bubble", "memory", "threads")
     fields = {name: getattr(record or known, name) for name in names if hasattr(record or known, name)}
     if record is None:
         return RankState(rank, is_straggler=is_straggler, **fields)

@@ -7,6 +7,7 @@ from mlxdist.cluster.facts.power import Power
 
 from ..diagnostics.flight_records import FlightRecord
 from ..rendezvous.heartbeat import PeerStatus
+from .memory import HostMemory, host_memory
 from .stragglers import RankState, analyze
 
 __all__ = ["View", "Viewer"]
@@ -28,12 +29,14 @@ class View:
     notes: list[str]
     ended: bool
     power: dict[str, Power] = field(default_factory=dict)  # of each Mac, by its name
+    memory: dict[str, HostMemory] = field(default_factory=dict)  # of each host, by its name
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on Macs that are slower than they could be."""
+        """Sentences on hosts that are short of memory, and on Macs that are slower than they could be."""
         found = [(host, problem) for host, power in self.power.items() for problem in power.problems()]
-        return [f"{host}: {problem.text}; {problem.remedy}" for host, problem in found if problem.slows]
+        short = [f"{host}: {m.text}: memory pressure; {m.remedy}" for host, m in self.memory.items() if m.is_short()]
+        return short + [f"{host}: {problem.text}; {problem.remedy}" for host, problem in found if problem.slows]
 
 
 class Viewer:
@@ -68,4 +71,6 @@ class Viewer:
             findings = findings if any(state.error for state in states) else []
         self._last |= records
         power = {record.host: record.power for record in records.values() if record.power is not None}
-        return View(job, states, findings, notes, ended, power)
+        # Of ranks that do not respond, too: those of a host that pages may not.
+        present = (record for rank, record in self._last.items() if not (rank in members and members[rank].is_gone))
+        return View(job, states, findings, notes, ended, power, host_memory(present))

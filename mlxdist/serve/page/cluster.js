@@ -138,6 +138,9 @@ function factsOf(rank) {
   if (rank.memory !== null) {
     facts.push(["Memory", size(rank.memory) + (rank.memory_limit ? ` of ${size(rank.memory_limit)}` : "")]);
   }
+  if (rank.mlx_memory) {
+    facts.push(["MLX memory", `${size(rank.mlx_memory.active)}, ${size(rank.mlx_memory.peak)} at its peak`]);
+  }
   if (rank.step !== null) facts.push(["Step", rank.total_steps === null ? `${rank.step}` : `${rank.step} of ${rank.total_steps}`]);
   if (rank.bubble !== null) facts.push(["Bubble", percent(rank.bubble)]);
   if (rank.operation) {

@@ -13,9 +13,13 @@ from mlxdist.runtime.observation.view import View
 
 __all__ = ["Screenful", "full", "rank_table"]
 
+# The columns of memory, from the most to the fewest: those that are shown fit into the width.
+_MEMORY: tuple[tuple[str, ...], ...] = (("active", "peak", "resident", "of host"), ("resident", "of host"), ())
+_UNLIMITED = 10_000  # wider than any table
+
 
 def full(view: View) -> Group:
-    return Group(*_head(view), rank_table(view.ranks))
+    return Group(*_head(view), _RankTable(view.ranks, _is_short(view)))
 
 
 class Screenful:
@@ -23,7 +27,7 @@ class Screenful:
 
     def __init__(self, view: View) -> None:
         self._head = _head(view)
-        self._rows = view.ranks
+        self._rows, self._is_short = view.ranks, _is_short(view)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = options.height or console.height
@@ -34,19 +38,45 @@ class Screenful:
         yield from head
         available = height - len(head)
         rows = self._rows
-        if len(rows) >= available or _height(rows, console, options) > available:
+        if len(rows) >= available or self._height(rows, console, options) > available:
             rows = sorted(rows, key=lambda row: (not row.is_straggler, row.has_responded, row.rank))
             rows = rows[: max(0, available - 2)]
-            while rows and _height(rows, console, options) > available - 1:  # a long call site takes several lines
+            while rows and self._height(rows, console, options) > available - 1:  # a long call site takes several lines
                 rows = rows[:-1]
         if rows:
-            yield rank_table(rows)
+            yield _RankTable(rows, self._is_short)
         if len(rows) < len(self._rows):
             yield Text(f"... {len(self._rows) - len(rows)} more")
 
+    def _height(self, rows: list[RankState], console: Console, options: ConsoleOptions) -> int:
+        return len(console.render_lines(_RankTable(rows, self._is_short), options.update(height=None)))
 
-def _height(rows: list[RankState], console: Console, options: ConsoleOptions) -> int:
-    return len(console.render_lines(rank_table(rows), options.update(height=None)))
+
+class _RankTable:
+    """The table of ranks, with the columns of memory that fit into the width.
+
+    Args:
+        rows: the ranks.
+        is_short: whether a host is under memory pressure. Then the two columns that show it are there in any case.
+    """
+
+    def __init__(self, rows: list[RankState], is_short: bool) -> None:
+        self._rows, self._is_short = rows, is_short
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        choices = _MEMORY[:-1] if self._is_short else _MEMORY
+        if all(row.memory is None for row in self._rows):
+            choices = _MEMORY[-1:]
+        unlimited = options.update(width=_UNLIMITED)
+        tables = (rank_table(self._rows, ("GB/s", *columns)) for columns in choices)
+        for table in tables:
+            if console.measure(table, options=unlimited).maximum <= options.max_width:
+                break
+        yield table
+
+
+def _is_short(view: View) -> bool:
+    return any(memory.is_short() for memory in view.memory.values())
 
 
 def _head(view: View) -> list[Text]:
@@ -74,6 +104,10 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "pid": "right",
     "step": "right",
     "bubble": "right",
+    "active": "right",
+    "peak": "right",
+    "resident": "right",
+    "of host": "right",
     "operation": "left",
     "array": "left",
     "call site": "left",
@@ -83,7 +117,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 }
 
 
-_OPTIONAL = ("array", "GB/s", "bubble")
+_OPTIONAL = ("array", "GB/s", "bubble", *_MEMORY[0])
 
 
 def _cells(row: RankState) -> dict[str, str]:
@@ -91,6 +125,10 @@ def _cells(row: RankState) -> dict[str, str]:
     cells = {"rank": str(row.rank), "host": row.host, "pid": str(row.pid or ""), "step": _step(row)}
     if row.bubble is not None:
         cells["bubble"] = f"{row.bubble:.0%}"
+    if row.memory is not None:
+        sizes = {"active": row.memory.active, "peak": row.memory.peak, "resident": row.memory.resident}
+        cells |= {name: f"{number / 2**30:.1f} GiB" for name, number in sizes.items() if number is not None}
+        cells["of host"] = "" if row.memory.share is None else f"{row.memory.share:.0%}"
     if not row.has_responded:
         return cells | {"operation": "does not respond"}
     waiting = [f"rank {row.waiting_on}"] * (row.waiting_on is not None) + ["straggler"] * row.is_straggler

@@ -1,5 +1,5 @@
 """Finds events in the views of a job, for `mlxdist watch`: ranks that others wait for, or that stand still, do not
-respond or have failed, and Macs that are slow."""
+respond or have failed, hosts that are short of memory, and Macs that are slow."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -21,6 +21,7 @@ class Key(NamedTuple):
 
 _OVER = {
     "failed": "The job no longer shows an error.",
+    "memory_pressure": "{host} has memory again.",
     "silent": "Rank {rank} responds again.",
     "slow": "{host} is no longer slowed.",
     "stalled": "Ranks go on again.",
@@ -69,6 +70,7 @@ class ViewEvents:
         self._straggler, self._stall, self._quiet = straggler, stall, quiet
         self._conditions = Conditions(quiet)
         self._responded: dict[int, float] = {}
+        self._short: set[str] = set()  # hosts under memory pressure
 
     def update(self, view: View, without_progress: float, now: float) -> list[Event]:
         """The events since the view before.
@@ -85,6 +87,10 @@ class ViewEvents:
             for problem in power.problems():
                 if problem.slows:
                     active[Key("slow", host=host)] = f"{host}: {problem.text}; {problem.remedy}."
+        self._short = {host for host, memory in view.memory.items() if memory.is_short(host in self._short)}
+        for host in self._short:
+            memory = view.memory[host]
+            active[Key("memory_pressure", host=host)] = f"{host}: {memory.text}; {memory.remedy}."
         if without_progress >= self._stall:
             found = " ".join(view.findings or view.notes)
             active[Key("stalled")] = f"No rank has gone on for {without_progress:.0f} s. {found}".rstrip()
