@@ -33,6 +33,19 @@ __all__ = ["doctor"]
     metavar="GBIT",
     help="Gbit/s of a link one way, to compare its bandwidth with.  [default: what its ports say]",
 )
+@click.option(
+    "--level",
+    type=click.IntRange(1, 4),
+    default=1,
+    show_default=True,
+    help="From 2 on, traffic with checked data for 1, 10 or 60 minutes.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 7 * 86400),
+    metavar="SECONDS",
+    help="Another time for the traffic of --level 2 to 4.",
+)
 @click.option("--full", is_flag=True, help="Compare every byte of the model, not samples of its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
@@ -51,6 +64,8 @@ def doctor(
     cwd: str | None,
     quick: bool,
     advertised: float | None,
+    level: int,
+    seconds: float | None,
     full: bool,
     as_json: bool,
     report_file: Path | None,
@@ -65,6 +80,7 @@ def doctor(
         mlxdist doctor --hostfile rmlx-hosts.json
         mlxdist doctor --hosts node0,node1 -- python train.py --model ~/models/m
         mlxdist doctor --hostfile all.json --exclude-failed --output rmlx-hosts.json
+        mlxdist doctor --hostfile rmlx-hosts.json --level 3      ten minutes of load
         mlxdist doctor --report report.md                        for a bug report: docs/first-contact.md
 
     Verdicts: ok; note, good to know; warn, a job runs, but worse than it could; fail, it would not run, or not
@@ -79,6 +95,10 @@ def doctor(
         raise click.UsageError("--output is where --exclude-failed writes; give that, too.")
     if report_file and (as_json or exclude_failed or quick):
         raise click.UsageError("--report has every check, once: leave out --json, --quick and --exclude-failed.")
+    if level > 1 and (quick or report_file):
+        raise click.UsageError("--level 2 to 4 have every check and traffic: leave out --quick and --report.")
+    if seconds is not None and level == 1:
+        raise click.UsageError("--seconds is the time of the traffic: give --level 2, 3 or 4, too.")
     from mlxdist.launch.options import absolute
     from mlxdist.tools.doctor import report
     from mlxdist.tools.doctor.diagnose import diagnose, failed_hosts, make_options
@@ -94,6 +114,8 @@ def doctor(
         quick=quick,
         full=full,
         advertised=advertised or 0.0,
+        level=level,
+        seconds=seconds,
     )
     if report_file is not None:
         from mlxdist.tools.doctor.diagnostics.command import make_report

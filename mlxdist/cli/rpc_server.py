@@ -15,6 +15,7 @@ FUNCTIONS = {
     "doctor.digest": "mlxdist.tools.doctor.files:digest",
     "doctor.facts": "mlxdist.tools.doctor.facts:read",
     "doctor.gpu_sync": "mlxdist.tools.doctor.gpu:synchronization",
+    "doctor.health": "mlxdist.tools.doctor.link_health:read",
     "doctor.installation": "mlxdist.tools.doctor.facts:installation",
     "doctor.listen": "mlxdist.tools.doctor.network:listen",
     "doctor.model": "mlxdist.tools.doctor.files:list_model",

@@ -8,7 +8,7 @@ from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.runtime.devices.links import Ports
 from mlxdist.runtime.devices.paths import Path
 
-__all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
+__all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError", "Soak"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class CheckOptions:
     quick: bool = False  # no measurements
     full: bool = False  # weights are compared to the last byte
     advertised: float = 0.0  # Gbit/s of each link one way, in place of what ports say; 0 if not given
+    level: int = 1  # from 2 on there is a soak
+    seconds: float = 0.0  # of the soak
     guessed: bool = False  # the model is what --model of the command says, which may be something else
 
 
@@ -75,6 +77,20 @@ class Job:
     ports: Mapping[tuple[str, str], Ports] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Soak:
+    """The result of traffic for some time, or why there is none."""
+
+    hosts: tuple[str, ...] = ()
+    ranks: int = 0
+    error: str = ""  # the launcher's last words, if it has failed
+    skipped: str = ""
+    wrong: tuple[str, ...] = ()  # which values were wrong, in words
+    seconds: float = 0.0
+    operations: int = 0  # of all ranks
+    bytes: int = 0  # that ranks have received from others
+
+
 @dataclass
 class Cluster:
     """The hosts. ``responses[step][host]``: a response to a request; ``errors[step][host]``: why there is none."""
@@ -85,6 +101,7 @@ class Cluster:
     errors: dict[str, dict[str, ProbeError]] = field(default_factory=dict)
     attempts: list[ConnectAttempt] = field(default_factory=list)
     job: Job | None = None
+    soak: Soak | None = None
 
     @property
     def names(self) -> list[str]:

@@ -20,6 +20,7 @@ from .findings import Result, Verdict
 from .job import try_job
 from .probe import OnProgress, probe
 from .report import print_problems
+from .soak import LEVEL_SECONDS, soak
 
 __all__ = ["diagnose", "failed_hosts", "make_options", "preflight", "without_hosts"]
 
@@ -35,6 +36,8 @@ def make_options(
     quick: bool = False,
     full: bool = False,
     advertised: float = 0.0,
+    level: int = 1,
+    seconds: float | None = None,
 ) -> CheckOptions:
     """The options of the checks. Script and model are taken from the command if they are not given."""
     hostfile = selection.hostfile
@@ -51,6 +54,8 @@ def make_options(
         quick=quick,
         full=full,
         advertised=advertised,
+        level=level,
+        seconds=LEVEL_SECONDS[level] if seconds is None else seconds,
     )
 
 
@@ -75,6 +80,8 @@ def diagnose(
                 show(name, "values and links")
             # Without hosts that have failed: with them the job would fail, too, and test nothing on the others.
             cluster.job = try_job(selection, passed, options)
+        if options.level > 1:
+            soak(selection, passed, cluster, show)
         return cluster, results + run_checks(cluster, after_job=True)
 
 

@@ -20,7 +20,7 @@ from .checks.variables import FAST_SYNCH
 from .cluster import CheckOptions, Job
 from .probe_rank import MARK
 
-__all__ = ["RankPlacement", "last_words", "place_ranks", "run_ranks", "try_job"]
+__all__ = ["RankPlacement", "last_words", "place_ranks", "rank_variables", "run_ranks", "try_job"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
@@ -110,14 +110,10 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
     ranks = sum(host.slots for host in hosts)
     links = not options.quick and len(hosts) > 1
     seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
-    # The hostfile's variables reach the ranks anyway. Of --env only those that matter here are passed, none private.
-    ours = {name: value for name, value in options.variables.items() if f"{name}={value}" not in envs}
-    given = {name: value for name, value in ours.items() if name.startswith(("MLX", "OMP"))}
-    given |= {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
     words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
     again = shlex.join(["mlxdist", "launch", *placement.shown, "--", "python", "-c", _SHOWN_PROGRAM])
-    result, printed = run_ranks(placement, words, given, seconds)
+    result, printed = run_ranks(placement, words, rank_variables(options, envs), seconds)
     if result.status or not printed:
         return Job(names, ranks, last_words(result.errors), command=again)
     found = printed[0]
@@ -135,6 +131,16 @@ def _run(placement: RankPlacement, options: CheckOptions, envs: Sequence[str]) -
         paths={pair: Path(int(path)) for pair, (_, _, path, *_) in pairs.items()},
         ports={pair: Ports(rate, bool(thunderbolt)) for pair, (*_, rate, thunderbolt) in pairs.items()},
     )
+
+
+def rank_variables(options: CheckOptions, envs: Sequence[str]) -> dict[str, str]:
+    """The variables of the ranks. ``envs``: those of the hostfile, which reach the ranks anyway.
+
+    Of --env only those that matter here are passed, none private.
+    """
+    ours = {name: value for name, value in options.variables.items() if f"{name}={value}" not in envs}
+    given = {name: value for name, value in ours.items() if name.startswith(("MLX", "OMP"))}
+    return given | {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}
 
 
 def last_words(text: str) -> str:

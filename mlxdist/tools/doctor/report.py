@@ -61,7 +61,16 @@ def as_json(cluster: Cluster, results: Sequence[Result], failed: Sequence[str]) 
         }
         for result in results
     ]
-    found = {"verdict": str(_worst(results)), "hosts": cluster.names, "failed": list(failed), "checks": checks}
+    found: dict[str, Any] = {
+        "verdict": str(_worst(results)),
+        "hosts": cluster.names,
+        "failed": list(failed),
+        "checks": checks,
+    }
+    if cluster.soak is not None:
+        steps = {"before": "health_before", "after": "health_after"}
+        soak: dict[str, Any] = {when: cluster.responses.get(step, {}) for when, step in steps.items()}
+        found |= {"soak": asdict(cluster.soak) | soak}
     if (job := cluster.job) is None:
         return found | {"job": None}
     rates = {pair: ports.rate for pair, ports in job.ports.items()}

@@ -14,6 +14,7 @@ from .job import check_bandwidth, check_correctness, check_latency, check_provid
 from .network import check_interfaces, check_local_network, check_ports
 from .rdma import check_gids, check_rdma
 from .reachable import check_python, check_reachable, check_versions
+from .soak import check_counters, check_heat, check_kernel_log, check_soak
 from .system import (
     check_allocation,
     check_clocks,
@@ -35,7 +36,7 @@ class Check:
     """A check. ``step``: the request that it depends on, if any; a host's error response becomes a finding.
 
     ``after_job``: the check reads the result of a job, which runs on hosts that passed the other checks. ``thorough``:
-    --quick leaves it out.
+    --quick leaves it out. ``soak``: it reads the result of a soak, which --level 2 and above have.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Check:
     step: str = ""
     after_job: bool = False
     thorough: bool = False
+    soak: bool = False
 
 
 CHECKS = (
@@ -72,12 +74,17 @@ CHECKS = (
     Check("provider", check_provider, after_job=True),
     Check("latency", check_latency, after_job=True, thorough=True),
     Check("bandwidth", check_bandwidth, after_job=True, thorough=True),
+    Check("soak", check_soak, after_job=True, thorough=True, soak=True),
+    Check("counters", check_counters, "health_after", after_job=True, thorough=True, soak=True),
+    Check("kernel-log", check_kernel_log, "health_before", after_job=True, thorough=True, soak=True),
+    Check("heat", check_heat, after_job=True, thorough=True, soak=True),
 )
 
 
 def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
     """Runs all checks that read the result of the job, or all that do not."""
     checks = [c for c in CHECKS if c.after_job is after_job and not (c.thorough and cluster.options.quick)]
+    checks = [check for check in checks if not check.soak or cluster.options.level > 1]
     found = {check.name: (*check.find(cluster), *_unknown(cluster, check.step)) for check in checks}
     return [Result(name, findings or (skip((), "no host responded"),)) for name, findings in found.items()]
 
