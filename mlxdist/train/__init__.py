@@ -1,6 +1,6 @@
 """Training over several ranks.
 
-trainer.py                train, TrainResult: the loop of `mlxdist train`; config.py: TrainConfig
+trainer.py                train, TrainResult: `mlxdist train`; training_loop.py: its loop; config.py: TrainConfig
 model.py                  the loop's model and optimizer; preflight.py, report.py, fingerprint.py
 value_and_grad.py         value_and_grad: gradients of a step, averaged over the ranks
 step_gradients.py         GradientSums, and their average; of full_model_gradients.py and pipeline_gradients.py;

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_STEPS",
     "CheckpointConfig",
     "ControlConfig",
+    "ElasticConfig",
     "MeshConfig",
     "PipelineConfig",
     "PrecisionConfig",
@@ -176,10 +177,23 @@ class ControlConfig(_Settings):
     save_file: str = checked(_path, "")
 
 
+@dataclass(frozen=True)
+class ElasticConfig(_Settings):
+    """``[elastic]``: for jobs of `mlxdist launch --elastic`; see :func:`mlxdist.train.elastic`.
+
+    ``grow_every``: steps from one at which ranks may join to the next.
+    """
+
+    _table = "elastic"
+    grow_every: int = checked(_count, 10)
+
+
 _TABLES: dict[str, type[_Settings]] = {
     kind._table: kind
-    for kind in (MeshConfig, PipelineConfig, ShardConfig, PrecisionConfig, CheckpointConfig, ControlConfig)
-}
+    for kind in (
+        MeshConfig, PipelineConfig, ShardConfig, PrecisionConfig, CheckpointConfig, ControlConfig, ElasticConfig,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,7 @@ class TrainConfig(_Settings):
     precision: PrecisionConfig = PrecisionConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     control: ControlConfig = ControlConfig()
+    elastic: ElasticConfig = ElasticConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -114,6 +114,10 @@ class Control:
         signals: the signals that end the job so. While the control is open, their earlier handlers are not called. So
             SIGTERM does not end the process; Ctrl-C and SIGKILL do.
         loss_alarm: gets the mean of all ranks' losses.
+        saved: the step of the last checkpoint, if it is none that ``decide`` has been called with: a checkpoint that is
+            due since then is made at once. By default, the first step of ``decide``.
+        previous: the control of the group before, where ranks were lost or have joined. Its time goes on, and a signal
+            that it has got is not lost. It is closed.
 
     Attributes:
         group: the ranks, as a group of its own.
@@ -139,12 +143,14 @@ class Control:
         memory_every: int = 10,
         signals: Sequence[signal.Signals] = (signal.SIGUSR1, signal.SIGTERM),
         loss_alarm: LossAlarm | None = None,
+        saved: int | None = None,
+        previous: "Control | None" = None,
     ) -> None:
         group = group_of(group)
         self._received = 0
         with agreed(
             "Control", group, kill_switch, save_switch, save_every, save_every_seconds, max_seconds, end_at, end_margin,
-            max_host_memory, min_device_memory, memory_every, [int(number) for number in signals], loss_alarm,
+            max_host_memory, min_device_memory, memory_every, [int(number) for number in signals], loss_alarm, saved,
         ):  # fmt: skip
             for name, value in {"save_every": save_every, "memory_every": memory_every}.items():
                 if value is not None and (type(value) is not int or value < 1):
@@ -165,15 +171,21 @@ class Control:
         self._save_every, self._save_every_seconds, self._memory_every = save_every, save_every_seconds, memory_every
         self._max_seconds, self._end_margin = max_seconds, end_margin
         self._loss_alarm = loss_alarm
-        self._started = time.monotonic()
+        self._started: float = time.monotonic() if previous is None else previous._started
         self._calls = 0
-        self._saved: int | None = None  # the step of the last checkpoint, or the first one
+        self._saved = saved  # the step of the last checkpoint, or the first one
         self._saved_at = 0.0  # when that was, in seconds of rank 0
         self._last: Decision | None = None  # that to stop
         own = group.split(0, group.rank())
         assert own is not None  # the color is not negative
         self.group = own
         self._previous = {number: signal.signal(number, self._take) for number in signals}
+        if previous is not None:
+            self._received = self._received or previous._received
+            self._previous |= {
+                number: previous._previous[number] for number in previous._previous.keys() & self._previous
+            }
+            previous._previous = {}
 
     def decide(self, step: int, loss: Any = None) -> Decision:
         """Whether to save and to stop, before the step with this number. Collective: one all_gather, awaited.

@@ -15,7 +15,8 @@ import numpy as np
 from mlxdist.base.errors import Aborted, InvalidArgument, PeerLost, Timeout, TransportError
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.default_group import default_group, init
-from mlxdist.runtime.group.group import Group
+from mlxdist.runtime.group.elastic import do_others_join
+from mlxdist.runtime.group.group import Group, engine_of
 from mlxdist.runtime.operations.collectives import all_gather, broadcast
 
 from .checkpoint.ranks import gather
@@ -27,8 +28,8 @@ _Result = TypeVar("_Result")
 _ATTEMPTS = 3
 
 
-class _GroupChanged(BaseException):
-    """Ranks have joined: the training begins with the new group. No error, so programs do not catch it as one."""
+class _OthersJoin(BaseException):
+    """Ranks wait to join: the training goes on with them. No error, so programs do not catch it as one."""
 
 
 class InMemoryCheckpoint:
@@ -36,18 +37,16 @@ class InMemoryCheckpoint:
 
     It holds the arrays of one step beside those that the next one makes: about twice the parameters and the state of
     the optimizer.
+
+    Attributes:
+        step: how many steps the saved state is after; ``None`` where this rank has saved nothing.
     """
 
-    def __init__(self, grow_every: int) -> None:
-        self._grow_every = grow_every
-        self._step = -1  # nothing is saved
+    def __init__(self, grow_every: int, trainable_only: bool) -> None:
+        self._grow_every, self._trainable_only = grow_every, trainable_only
+        self.step: int | None = None
         self._arrays: dict[str, mx.array] = {}
         self._values: dict[str, Any] = {}
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were done when it was saved; -1: never."""
-        return self._step
 
     def save(self, step: int, state: Any) -> None:
         """Keeps ``state``, after ``step`` steps. Ranks that wait to join do so now, at every ``grow_every``-th step.
@@ -61,17 +60,16 @@ class InMemoryCheckpoint:
         Raises:
             InvalidArgument: the tree has something else in it; a rank has only a part of an array.
         """
-        found = collect(state)
+        found = collect(state, trainable_only=self._trainable_only)
         if parts := [path for path, cut in found.cuts.items() if not cut.is_full]:
             raise InvalidArgument(
                 f"InMemoryCheckpoint.save: this rank has only a part of '{parts[0]}', which would "
                 "be lost with it; save with Checkpoints, and let the job start again (--max-restarts)"
             )
-        _make_available(found.arrays)
-        self._step, self._arrays, self._values = step, _handles(found.arrays), found.values
-        group = init()
-        if step % self._grow_every == 0 and group.grow() is not group:
-            raise _GroupChanged
+        _make_available(state)
+        self.step, self._arrays, self._values = step, _handles(found.arrays), found.values
+        if step % self._grow_every == 0 and do_others_join(engine_of(init())):
+            raise _OthersJoin
 
     def load(self, state: Any) -> int | None:
         """Puts the state of the latest step that any rank has into ``state``, in place. All ranks call it.
@@ -85,18 +83,18 @@ class InMemoryCheckpoint:
             InvalidArgument: the tree has other arrays, or other values, than what was saved.
         """
         group = init()
-        steps = all_gather(np.array([self._step])).tolist()
+        steps = all_gather(np.array([-1 if self.step is None else self.step])).tolist()
         latest = max(steps)
         if latest < 0:
-            _make_available(collect(state).arrays)
+            _make_available(state)
             return None
         if min(steps) < latest:
             self._receive(group, steps.index(latest))
-            self._step = latest
+            self.step = latest
         with agreed("InMemoryCheckpoint.load", group, sorted(self._arrays), sorted(self._values)):
             self._check(state)
         put_back(state, {**_handles(self._arrays), **self._values})
-        _make_available(collect(state).arrays)
+        _make_available(state)
         return latest
 
     def _receive(self, group: Group, root: int) -> None:
@@ -112,7 +110,7 @@ class InMemoryCheckpoint:
         self._arrays, self._values = arrays, values
 
     def _check(self, state: Any) -> None:
-        found = collect(state)
+        found = collect(state, trainable_only=self._trainable_only)
         for path, array in found.arrays.items():
             saved = self._arrays.get(path)
             if saved is None or (saved.shape, saved.dtype) != (array.shape, array.dtype):
@@ -124,11 +122,12 @@ class InMemoryCheckpoint:
             raise InvalidArgument(f"InMemoryCheckpoint.load: '{missing[0]}' was not saved")
 
 
-def _make_available(arrays: dict[str, mx.array]) -> None:
-    """Keeps arrays from failing with the operation that fails next (native/bindings/mlx/failed_arrays.h): MLX counts
-    them as available only when they are evaluated again."""
+def _make_available(state: Any) -> None:
+    """Keeps the arrays of a state, frozen parameters too, from failing with the operation that fails next: MLX counts
+    them as available only when they are evaluated again (native/bindings/mlx/failed_arrays.h)."""
+    arrays = list(collect(state).arrays.values())
     for _ in range(2):
-        mx.eval(list(arrays.values()))
+        mx.eval(arrays)
 
 
 def _handles(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -136,7 +135,9 @@ def _handles(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     return {path: copy.copy(array) for path, array in arrays.items()}
 
 
-def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: int = 10) -> _Result:
+def elastic(
+    function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: int = 10, trainable_only: bool = False
+) -> _Result:
     """Trains with the ranks that there are: calls ``function``, again each time that ranks are lost or have joined.
 
         def training(checkpoint):
@@ -158,7 +159,10 @@ def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: in
 
     Args:
         function: takes an :class:`InMemoryCheckpoint`; the same on all ranks. It trains to the end.
-        grow_every: ranks that wait may join at each such step; a look costs a broadcast of one byte.
+        grow_every: ranks that wait may join at each such step; a look costs a broadcast of one byte. ``function`` is
+            left before they do, so a ``with`` statement in it may still use the group.
+        trainable_only: models are saved without their frozen parameters, such as a base under adapters, which each
+            rank that joins has from its own files.
 
     Returns:
         What ``function`` returns.
@@ -170,14 +174,15 @@ def elastic(function: Callable[[InMemoryCheckpoint], _Result], *, grow_every: in
     """
     if not isinstance(grow_every, int) or grow_every < 1:
         raise InvalidArgument(f"elastic: grow_every is {grow_every!r}; it must be a number from 1")
-    checkpoint = InMemoryCheckpoint(grow_every)
-    failures: list[tuple[int, int]] = []  # sizes of the group and steps
+    checkpoint = InMemoryCheckpoint(grow_every, trainable_only)
+    failures: list[tuple[int, int | None]] = []  # sizes of the group and steps
     while True:
-        init()
+        group = init()
         try:
-            return function(checkpoint)
-        except _GroupChanged:
-            continue
+            try:
+                return function(checkpoint)
+            except _OthersJoin:
+                group.grow()
         except (PeerLost, Aborted, Timeout, TransportError) as error:
             try:
                 group = default_group().shrink()

@@ -12,7 +12,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import WeightFile
 from mlxdist.nn.rank_checks import agreed
-from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.group.group import Group
 
 from .config import TrainConfig
 from .datasets import digest_of
@@ -31,17 +31,16 @@ _TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "chat_templa
 class Fingerprint:
     """The base model, the data and the settings of a training. A checkpoint keeps it in its manifest.
 
-    All ranks of a mesh make it.
+    All ranks of a group make it.
 
     Raises:
         InvalidArgument: on all ranks: a file of the model or of the data cannot be read, or ranks have different ones.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, config: TrainConfig, group: Group) -> None:
         self._saved: Mapping[str, Any] = {}
         fixed: dict[str, Any] = {}
-        with agreed("train", mesh.group, fixed):
+        with agreed("train", group, fixed):
             try:
                 fixed |= _fixed(config)
             except OSError as error:
@@ -57,14 +56,14 @@ class Fingerprint:
         """Takes the state of the training that goes on, which :meth:`changes` compares with this one's."""
         self._saved = state or {}
 
-    def changes(self, allowed: Collection[str]) -> set[str]:
+    def changes(self, allowed: Collection[str], group: Group) -> set[str]:
         """Returns the names of fixed facts that differ from the restored state. Rank 0 prints every difference.
 
         Raises:
             InvalidArgument: on all ranks: one of the names is not ``allowed``.
         """
         changed = set(self._different("fixed"))
-        with agreed("train", self._mesh.group):
+        with agreed("train", group):
             if wrong := sorted(changed - set(allowed)):
                 was, now = (side["fixed"][wrong[0]] for side in (self._saved, self._own))
                 raise InvalidArgument(
@@ -72,7 +71,7 @@ class Fingerprint:
                     f"take the same again, or to go on with the change, set allow_changes = {json.dumps(wrong)} in "
                     "[checkpoints]"
                 )
-        if self._mesh.group.rank() == 0:
+        if group.rank() == 0:
             for kind in ("free", "fixed"):
                 for name in self._different(kind):
                     was, now = (side[kind][name] for side in (self._saved, self._own))

@@ -205,11 +205,14 @@ def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.O
     return optimizer
 
 
-def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh) -> Path:
+def save_trained(
+    config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh, *, again: bool = False
+) -> Path:
     """Writes the trained parameters of the last checkpoint into ``config.output`` on rank 0's host, as mlx-lm does.
 
     A fine-tuning leaves what mlx-lm's ``lora`` leaves in its ``--adapter-path``; a training from random weights a model
-    folder. Rank 0 needs memory for what was trained, in full.
+    folder. Rank 0 needs memory for what was trained, in full. ``again``: a rank that has been lost since may have
+    written it.
 
     Returns:
         The folder.
@@ -229,12 +232,12 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     target = Path(config.output)
     with agreed("train", mesh.group):
         if is_writer:
-            if config.weights == "random":
+            if config.weights != "random":
+                _write_adapters(target, config, dict(tree_flatten(state["model"])))
+            elif not again or not (target / "config.json").exists():  # it was not there at the start
                 whole = _open_random(config)
                 whole.update(state["model"])
                 write_model_folder(target, whole, other_files(model_directory(config.model)))
-            else:
-                _write_adapters(target, config, dict(tree_flatten(state["model"])))
     return target
 
 

@@ -1,5 +1,6 @@
 """Checks before any work of a training: its settings, its folders, the rows of its data. All ranks fail alike."""
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Mapping
@@ -22,13 +23,13 @@ from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint.ranks import gather
-from .config import MAX_STEPS, TrainConfig, require_settings
+from .config import MAX_STEPS, MeshConfig, TrainConfig, require_settings
 from .flops import vocabulary_size
 from .model_folder import require_no_folder
 from .report import check_reporters
 from .rows import Dataset
 
-__all__ = ["RowCounts", "check_folders", "check_settings", "check_tokens", "count_rows", "show"]
+__all__ = ["RowCounts", "check_elastic", "check_folders", "check_settings", "check_tokens", "count_rows", "show"]
 
 _SCHEDULE = ("name", "arguments", "warmup", "warmup_init")
 _SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
@@ -41,6 +42,18 @@ def check_settings(config: TrainConfig) -> None:
         _check_settings(config)
     except ValueError as error:  # of a check, or InvalidArgument
         raise InvalidArgument(str(error)) from error
+
+
+def check_elastic(config: TrainConfig) -> None:
+    """Raises InvalidArgument: the others could not go on where a rank is lost."""
+    given = dataclasses.asdict(config.mesh).items() - dataclasses.asdict(MeshConfig()).items()
+    if given:
+        axes = ", ".join(f"{axis} = {size}" for axis, size in sorted(given))
+        raise InvalidArgument(
+            f"[mesh] has {axes}, and a job of `mlxdist launch --elastic` trains replicas, as many as there are ranks, "
+            "so that no rank has what the others cannot go on without: leave out [mesh]; or leave out --elastic, and "
+            "go on from checkpoints, by --max-restarts"
+        )
 
 
 def check_folders(config: TrainConfig) -> None:

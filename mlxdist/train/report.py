@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from mlxdist.base.atomic_file import atomic_write
-from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument, name_ranks
 from mlxdist.base.json_reader import parse_json
 from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.group.group import Group
@@ -45,7 +45,7 @@ class JsonLines:
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         self._file.write(json.dumps({name: _finite(value) for name, value in train_info.items()}) + "\n")
 
-    on_val_loss_report = on_train_loss_report
+    on_val_loss_report = on_ranks_changed = on_train_loss_report
 
     def close(self) -> None:
         self._file.close()
@@ -86,7 +86,7 @@ def _is_before(line: str, iteration: int) -> bool:
     """Whether the training does not repeat what a report is about; it repeats the validation at ``iteration``."""
     try:
         report = parse_json(line)
-        return report["iteration"] < iteration + ("train_loss" in report)
+        return report["iteration"] < iteration + ("val_loss" not in report)
     except (KeyError, TypeError, ValueError):  # a line that was not completed
         return False
 
@@ -184,6 +184,25 @@ class Report:
         self._console.print(f"{iteration:10,} {loss:10.4f} of the validation, in {seconds:.1f} s", style="green")
         for callback in self._callbacks:
             callback.on_val_loss_report({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+
+    def ranks_changed(self, step: int, lost: list[int], joined: list[int], ranks: int, repeated: int) -> None:
+        """Reports that the training goes on after ``step`` steps with ``ranks`` ranks, and repeats ``repeated`` steps.
+
+        ``lost``, ``joined``: ranks by their numbers at the start of the job.
+        """
+        iteration = self._iteration(step)
+        said = [f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost"] if lost else []
+        said += [f"{name_ranks(joined)} {'has' if len(joined) == 1 else 'have'} joined"] if joined else []
+        steps = f"{repeated} step{'s' * (repeated != 1)}"
+        self._console.print(
+            f"{iteration:10,} {', '.join(said)}: the training goes on with {ranks} rank{'s' * (ranks != 1)}, and "
+            f"repeats {steps}",
+            style="yellow",
+        )
+        info = {"iteration": iteration, "ranks": ranks, "lost": lost, "joined": joined, "repeated_steps": repeated}
+        for callback in self._callbacks:
+            if hasattr(callback, "on_ranks_changed"):
+                callback.on_ranks_changed(info)
 
     def saved(self, seconds: float) -> None:
         """Takes in the seconds for which the loop has waited for a save."""

@@ -20,7 +20,7 @@ import mlxdist
 from mlxdist import train
 from mlxdist.nn import context_parallel, gather_sequence, plan_shards, prefill, shard_model, shard_sequence
 from mlxdist.nn.models.cuts import cuts
-from mlxdist.train.trainer import masked_loss
+from mlxdist.train.training_loop import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models

@@ -37,7 +37,7 @@ from mlxdist.runtime.diagnostics.step import current_computing
 from mlxdist.runtime.group.group import engine_of
 from mlxdist.runtime.native import bridge
 from mlxdist.train import clip_grad_norm, fully_shard, stage_loss, value_and_grad
-from mlxdist.train.trainer import masked_loss
+from mlxdist.train.training_loop import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import reference_1f1b as reference

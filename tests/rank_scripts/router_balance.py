@@ -14,7 +14,7 @@ from mlxdist.nn import pipeline_parallel
 from mlxdist.nn.models.cuts import cuts
 from mlxdist.train import fully_shard, value_and_grad
 from mlxdist.train.router_balance import RouterBalance
-from mlxdist.train.trainer import masked_loss
+from mlxdist.train.training_loop import masked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models

@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from mlxdist import InvalidArgument
 from mlxdist.cluster.facts.memory import cgroup_memory, memory_now
-from mlxdist.train import LossAlarm
+from mlxdist.train import Control, LossAlarm
 
 SCRIPT = Path(__file__).parents[1] / "rank_scripts" / "control.py"
 _LONG = pytest.mark.long
@@ -151,6 +151,20 @@ def test_the_mean_loss_of_all_ranks(run_ranks, ranks):
 
 
 # The loss alarm.
+
+
+def test_a_control_of_the_next_group_goes_on():
+    handler = signal.getsignal(signal.SIGUSR1)
+    first = Control(max_seconds=1e6)
+    second = Control(previous=first, save_every=10, saved=10)
+    assert not second.decide(12).save
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    third = Control(previous=second, save_every=10, saved=9)
+    third.close()
+    assert signal.getsignal(signal.SIGUSR1) == handler
+    decision = third.decide(12)
+    assert (decision.save, decision.stop, decision.reason) == (True, True, "rank 0 received SIGUSR1")
 
 
 def alarms(losses: list[float], **options) -> dict[int, str]:

@@ -100,6 +100,7 @@ def test_the_state_is_that_of_the_last_step(how):
 REFUSED = """
 import mlx.core as mx, mlx.nn as nn
 import mlxdist
+from mlx.utils import tree_flatten
 from mlxdist import train
 
 def sharded(checkpoint):
@@ -120,6 +121,19 @@ def aborts(checkpoint):
         mlxdist.init().abort("a reason")
     mlxdist.barrier()
 
+def frozen(checkpoint):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.layers[0].freeze()
+    state = {"model": model}
+    checkpoint.save(1, state)
+    model.load_weights([(path, array + 1) for path, array in tree_flatten(model.parameters())])
+    before = dict(tree_flatten(model.parameters()))
+    assert checkpoint.load(state) == checkpoint.step == 1
+    for path, array in tree_flatten(model.parameters()):
+        assert mx.allclose(array, before[path] - path.startswith("layers.1"), atol=1e-6), path
+    print("frozen ones stay")
+
+train.elastic(frozen, trainable_only=True)
 for function in (sharded, other, unlike, aborts):
     try:
         train.elastic(function)
@@ -137,6 +151,7 @@ def test_what_cannot_be_elastic():
     assert job.returncode == 0, job.stderr
     lines = job.stdout.decode().splitlines()
     for words in (
+        "frozen ones stay",
         "sharded InvalidArgument InMemoryCheckpoint.save: this rank has only a part of 'model.weight'",
         "other InvalidArgument InMemoryCheckpoint.load: 'a' is mlx.core.float32 of (4,), and saved was",
         "unlike InvalidArgument InMemoryCheckpoint.load: 'b' is mlx.core.float32 of (3,), and saved was nothing",

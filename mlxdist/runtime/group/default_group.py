@@ -17,7 +17,7 @@ from .engine_group import EngineGroup
 from .group import Group, engine_of
 from .world import World
 
-__all__ = ["current_run", "default_group", "finalize", "init"]
+__all__ = ["alone", "current_run", "default_group", "finalize", "init"]
 
 _world: Group | None = None
 _world_lock = threading.Lock()
@@ -97,6 +97,11 @@ def _replace_world() -> Group:
         return _world
 
 
+def alone() -> Group:
+    """A group of this process alone, which is no part of the job: for what a rank that joins does before it does."""
+    return _world_of(Environment.read({}))[1]
+
+
 def current_run() -> str:
     """The run that this process is part of, the same on all ranks: a job with all its restarts."""
     world = _world
@@ -117,12 +122,16 @@ def _create(strict: bool) -> Group:
 
 def _make_group() -> Group:
     """Makes the group of a world, as the variables describe it."""
-    environment = Environment.read()
+    world, group = _world_of(Environment.read())
+    at_exit.register(world)
+    return group
+
+
+def _world_of(environment: Environment) -> tuple[World, Group]:
     world = World(environment, environment.host_name, _replace_world)
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
-    at_exit.register(world)
-    return group
+    return world, group
 
 
 def _after_fork() -> None:

@@ -18,9 +18,9 @@ from mlxdist.base.environment import Environment
 from ..native import ffi, layout, lib
 from ..timeout import native_timeout
 from .engine_group import EngineGroup
-from .next_epoch import do_others_join, next_epoch
+from .next_epoch import do_some_wait, next_epoch
 
-__all__ = ["check", "enter", "grows"]
+__all__ = ["check", "do_others_join", "enter"]
 
 _Group = TypeVar("_Group")
 
@@ -41,10 +41,11 @@ def check(name: str, engine: EngineGroup) -> None:
         )
 
 
-def grows(engine: EngineGroup) -> bool:
-    """Whether processes wait to join, as rank 0 sees it. All ranks call it."""
+def do_others_join(engine: EngineGroup) -> bool:
+    """Whether :meth:`mlxdist.Group.grow` would take in processes: whether some wait, as rank 0 sees it. Collective."""
+    check("grow", engine)
     environment = Environment.read()
-    waits = np.array([environment.membership is not None and do_others_join(environment)])
+    waits = np.array([environment.membership is not None and do_some_wait(environment)])
     memory = ffi.cast("void *", waits.ctypes.data)
     engine.call(native_timeout("grow", None), lib.mlxdist_broadcast, memory, layout("bool", (1,)), 0)
     return bool(waits[0])

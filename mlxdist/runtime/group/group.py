@@ -304,8 +304,7 @@ class Group(ProcessBound, GroupLike, metaclass=Opaque):  # a layer and its copie
             Mismatch, Timeout, PeerLost, Aborted: not all ranks came.
             RendezvousError: the others do not come together, or the launcher is gone.
         """
-        elastic.check("grow", self._engine)
-        if not elastic.grows(self._engine):
+        if not elastic.do_others_join(self._engine):
             return self
         with contextlib.suppress(errors.PeerLost, errors.Aborted):  # a rank has been lost just now: it is left out
             self.finalize()

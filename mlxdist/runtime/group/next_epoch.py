@@ -15,13 +15,13 @@ from mlxdist.base.json_reader import parse_json
 
 from ..rendezvous.connect import close_inherited
 
-__all__ = ["do_others_join", "next_epoch"]
+__all__ = ["do_some_wait", "next_epoch"]
 
 _MAX_BYTES = 32 << 20  # of the answer, which may have a device map
 _NAMES = {variable.name for variable in VARIABLES} | {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_WORLD_SIZE"}
 
 
-def do_others_join(environment: Environment) -> bool:
+def do_some_wait(environment: Environment) -> bool:
     """Whether processes wait to join, as far as this host knows."""
     path, _ = _membership(environment)
     return os.path.exists(f"{path}.joining")

@@ -276,6 +276,20 @@ class Checkpoints:
             raise none_usable(self._directory, step, problems)
         return None
 
+    @property
+    def state(self) -> dict[str, list[Any]]:
+        """What :meth:`load` has found out, for another object that goes on with the directory in another group."""
+        return {"runs": sorted(self._runs), "damaged": sorted(self._damaged)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the directory where an object of an earlier group was, without loading.
+
+        Args:
+            state: what :attr:`state` was.
+        """
+        self._runs |= set(state.get("runs", ()))
+        self._damaged |= set(state.get("damaged", ()))
+
     def __enter__(self) -> "Checkpoints":
         return self
 
