@@ -7,7 +7,7 @@ fail, and the others ask for the epoch after it. Where all ask to grow, processe
 
 The launcher decides alone, because it alone knows for certain who is dead: it has seen the process end, or ended it.
 Rejected: an agreement among the ranks (ULFM's, Raft), which has to guess that from silence, needs a majority that two
-Macs do not have, and would still leave the launcher to be asked. Whoever loses the launcher loses the job.
+Macs do not have, and would still leave the launcher to be asked. A job that loses its launcher ends.
 """
 
 from __future__ import annotations
