@@ -349,10 +349,11 @@ class LocalJob:
 
     def questions(self) -> "list[tuple[Question, str]]":
         """The questions of ranks here since the last call, each with the address where its rank listens."""
-        found = [] if self._membership is None else self._membership.questions()
+        if self._membership is None:
+            return []
         host = parse_address(self.address)[0] if self.address else ""
-        own = {member: self._tokens[member] for member in self._running}
-        return [(each, format_address(host, each.port)) for each in found if own.get(each.member) == each.token]
+        found = [each for each in self._membership.questions() if each.member in self._running]
+        return [(each, format_address(host, each.port)) for each in found if each.token == self._tokens[each.member]]
 
     def begin_epoch(self, epoch: "Epoch", secret: str, variables: Mapping[str, str]) -> None:
         """Answers the members here: their new world. ``variables``: those that depend on who the ranks are."""
