@@ -10,6 +10,7 @@ from mlxdist.base.opaque import create
 
 from ..diagnostics import flight_recorder
 from ..native import bridge
+from ..synchronous import evaluate_operations
 from ..timeout import native_timeout
 from . import at_exit
 from .elastic import enter
@@ -129,6 +130,8 @@ def _make_group() -> Group:
 
 def _world_of(environment: Environment) -> tuple[World, Group]:
     world = World(environment, environment.host_name, _replace_world)
+    if environment.sync and world.size > 1:
+        evaluate_operations()
     group = create(Group, EngineGroup(world, world.connection))
     group._timeout = environment.timeout
     return world, group
