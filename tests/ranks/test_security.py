@@ -294,6 +294,7 @@ def test_a_record_of_a_job_has_only_what_it_needs():
             "flight",
             "command",
             "ranks",
+            "members",
             "name",
             "started",
             "hosts",
