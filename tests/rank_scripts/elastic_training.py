@@ -22,10 +22,11 @@ from mlxdist import train
 file, steps = sys.argv[1], int(sys.argv[2])
 choice = random.Random(f"{sys.argv[3:]} {os.environ.get('MLXDIST_RANK')} {'MLXDIST_JOIN' in os.environ}")
 likely = 0.2 if "MLXDIST_JOIN" in os.environ else 0.5
-if len(sys.argv) > 3 and os.environ.get("MLXDIST_RESTART_COUNT") == "0" and choice.random() < likely:
-    when = threading.Timer(choice.uniform(0.2, 4), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    when.daemon = True
-    when.start()
+is_doomed = len(sys.argv) > 3 and os.environ.get("MLXDIST_RESTART_COUNT") == "0" and choice.random() < likely
+# Soon after this step: in it or the next ones, or while the group shrinks or grows.
+last = choice.randrange(5, steps - 20) if is_doomed else steps
+delay = choice.uniform(0, 0.1)
+timers = []
 
 mx.random.seed(3)
 model = nn.Sequential(nn.Embedding(32, 24), nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 32))
@@ -45,6 +46,9 @@ def training(checkpoint):
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seen": 0}
     checkpoint.load(state)
     while batches.step < steps:
+        if is_doomed and batches.step >= last and not timers:
+            timers.append(threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            timers[0].start()
         batch, lengths = next(batches)
         (loss, _), gradients = loss_and_gradients(model, batch, lengths)
         optimizer.update(model, gradients)
