@@ -24,7 +24,7 @@ choice = random.Random(f"{sys.argv[3:]} {os.environ.get('MLXDIST_RANK')} {'MLXDI
 likely = 0.2 if "MLXDIST_JOIN" in os.environ else 0.5
 is_doomed = len(sys.argv) > 3 and os.environ.get("MLXDIST_RESTART_COUNT") == "0" and choice.random() < likely
 # Soon after this step: in it or the next ones, or while the group shrinks or grows.
-last = choice.randrange(5, steps - 20) if is_doomed else steps
+last = choice.randrange(5, steps - 100) if is_doomed else steps
 delay = choice.uniform(0, 0.1)
 timers = []
 
