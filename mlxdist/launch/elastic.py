@@ -15,9 +15,10 @@ from .restarts import FIRST_PAUSE, LONGEST_PAUSE
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
     from .hosts import HostsJob
-    from .local import LocalJob
+    from .local import LocalJob, LocalRank
     from .membership_socket import Question
     from .plan import LaunchPlan
+    from .remote import RemoteRank
 
 __all__ = ["Elastic", "member_variables"]
 
@@ -37,13 +38,16 @@ class Elastic:
         restarts: int,
         variables: Callable[[Collection[int]], Mapping[str, str]],
         on_epoch: Callable[[bool, str], None],
+        start_again: Callable[[int], LocalRank | RemoteRank],
     ) -> None:
         """``least``: ranks that are enough. ``patience``: seconds that a member may let others wait. ``restarts``: of
         lost ranks, all together.
 
         ``variables(members)``: those whose values depend on who the ranks are. ``on_epoch(has_grown, text)``
-        is called for each epoch that begins.
+        is called for each epoch that begins. ``start_again(rank)`` starts a rank in the place of a lost one; it raises
+        CannotRun.
         """
+        self.start_again = start_again
         self._job = job
         self._membership = Membership(size, least)
         self._patience = patience
@@ -53,7 +57,6 @@ class Elastic:
         self._variables = variables
         self._on_epoch = on_epoch
         self._waits_since = math.inf
-        self._before: tuple[int, ...] = self._membership.members
         self._shown = False  # to the ranks: that processes wait to join
 
     @property
@@ -99,8 +102,7 @@ class Elastic:
             self._job.refuse(member, f"{left} of at least {least} ranks are left (--elastic {least})")
         epoch = self._membership.decide()
         if epoch is not None:
-            joined = set(epoch.members) - set(self._before)
-            self._before = epoch.members
+            joined = self._membership.joined
             self._job.begin_epoch(epoch, new_secret(), self._variables(epoch.members))
             self._on_epoch(bool(joined), _in_words(epoch, lost, joined))
         if self._shown != bool(self._membership.joining):
@@ -145,7 +147,7 @@ class Elastic:
 def _in_words(epoch: Epoch, lost: Mapping[int, str], joined: Collection[int]) -> str:
     members, size = epoch.members, len(epoch.members)
     how = [f"rank {rank} is lost ({fate})" for rank, fate in lost.items()]
-    how += [f"rank {rank} has joined again" for rank in sorted(joined)]
+    how += [f"rank {rank} has joined again" for rank in joined]
     order = "" if members == tuple(sorted(members)) else f", in the order {', '.join(map(str, members))}"
     left = f"{name_ranks(sorted(members))} go{'es' * (size == 1)} on in a group of {size}{order}"
     return "; ".join([", ".join(how), left] if how else [left])

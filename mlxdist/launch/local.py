@@ -17,6 +17,7 @@ from mlxdist.base.descriptors import raise_limit
 from mlxdist.base.environment import OF_JOB, format_address, parse_address
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.gpus import gpu_of_rank, visible_gpus
+from mlxdist.base.rank_listener import listen_for_ranks
 from mlxdist.runtime import mpi_shim
 
 from .backends import Exports
@@ -245,7 +246,8 @@ class LocalJob:
         ``joins``: it takes the place of one that is lost, in a job that runs.
         """
         temporary = self.directory / str(rank)
-        shutil.rmtree(temporary, ignore_errors=True)  # that of a lost rank
+        if joins:
+            shutil.rmtree(temporary, ignore_errors=True)  # that of the lost rank
         temporary.mkdir()
         local_rank = rank - self.first
         variables = (
@@ -465,10 +467,8 @@ def new_name() -> str:
 
 def _listen(interface: str, port: int, size: int) -> socket.socket:
     """A listening socket. ``interface``: an address, or empty for all addresses, also of IPv6."""
-    both = not interface and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in interface else socket.AF_INET
     try:
-        return socket.create_server((interface, port), family=family, backlog=max(128, size), dualstack_ipv6=both)
+        return listen_for_ranks(interface, port, size)
     except OSError as error:
         where = format_address(interface or "0.0.0.0", port)
         raise ResourceError(f"rank 0 cannot listen at {where}: {error.strerror}") from None

@@ -35,22 +35,29 @@ class Membership:
     the number of that.
 
     Attributes:
-        epoch: the last that has been decided; 0 is the start.
-        members: those of that epoch, in the order of their ranks in it.
+        joined: the members that the latest epoch has taken in.
     """
 
     def __init__(self, size: int, least: int) -> None:
         """``least``: with fewer living members nothing is decided any more."""
-        self.epoch = 0
-        self.members: tuple[int, ...] = tuple(range(size))
+        self._latest = Epoch(0, tuple(range(size)), "")  # the start
+        self.joined: tuple[int, ...] = ()
         self.least = least
         self._ended: set[int] = set()
         self._asked: dict[int, str] = {}  # members that wait for the next epoch, and where they listen
         self._grows: dict[int, bool] = {}  # whether they ask to grow
         self._joining: dict[int, str] = {}  # processes that wait to join, likewise
         self._attempts: dict[int, int] = {}  # of each member, the latest
-        self._latest: Epoch | None = None
-        self._new: tuple[int, ...] = ()  # members that have joined with it
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that was decided last; 0 is the start."""
+        return self._latest.number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of that epoch, in the order of their ranks in it."""
+        return self._latest.members
 
     @property
     def living(self) -> Sequence[int]:
@@ -90,7 +97,7 @@ class Membership:
             NotAMember: that place is taken.
         """
         if member in self.living:
-            if self._latest is not None and member in self._new:
+            if member in self.joined:
                 return self._latest
             raise NotAMember(f"the place of rank {member} of the start is taken")
         if attempt >= self._attempts.get(member, 0):
@@ -112,7 +119,7 @@ class Membership:
             if attempt >= self._attempts.get(member, 0):
                 self._attempts[member], self._asked[member], self._grows[member] = attempt, address, grows
             return None
-        if self._latest is not None and epoch == self.epoch - 1:
+        if epoch == self.epoch - 1:
             return self._latest
         raise NotAMember(f"rank {member} of the start asks from epoch {epoch}, and the job is at {self.epoch}")
 
@@ -136,11 +143,10 @@ class Membership:
         if not self._asked or self.missing or not self.is_enough:
             return None
         # Who joins comes last: rank 0 has the state that it needs.
-        self._new = tuple(self.joining) if all(self._grows[member] for member in living) else ()
-        self._latest = Epoch(self.epoch + 1, living + self._new, self._asked[living[0]])
-        self.epoch, self.members = self._latest.number, self._latest.members
-        for member in self._new:
+        self.joined = tuple(self.joining) if all(self._grows[member] for member in living) else ()
+        self._latest = Epoch(self.epoch + 1, living + self.joined, self._asked[living[0]])
+        for member in self.joined:
             del self._joining[member]
-        self._ended -= set(self._new)
+        self._ended -= set(self.joined)
         self._asked.clear()
         return self._latest

@@ -1,5 +1,5 @@
-"""Where the ranks of this host ask for the next epoch (`mlxdist.Group.shrink`, `grow`): a Unix socket in the job's
-directory.
+"""A Unix socket in the job's directory, where the ranks of this host ask for the next epoch: `mlxdist.Group.shrink`,
+`grow`.
 
 A rank connects, sends a line of JSON, and reads one: the variables of its new world, or why there is none. A connection
 that ends before that takes the question back. Other users cannot enter the directory.

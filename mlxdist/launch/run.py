@@ -95,9 +95,8 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
                 if restart == 0:
                     raise
                 return Ending(1, str(error), failed=True, cause=str(error))  # a host may be back at the next restart
-            elastic = _elastic(job, plan, partial(_regroup, say, events, restart))
-            start_again = partial(_start, job, output=output, plan=plan, joins=True)
-            supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic, start_again)
+            elastic = _elastic(job, plan, output, partial(_regroup, say, events, restart))
+            supervisor = Supervisor(job, wakeup, output, say, plan.options, elastic)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
 
@@ -141,14 +140,17 @@ def run(plan: LaunchPlan, follower: Follower | None = None, watch: StallWatcher 
     return status
 
 
-def _elastic(job: LocalJob | HostsJob, plan: LaunchPlan, on_epoch: Callable[[bool, str], None]) -> Elastic | None:
+def _elastic(
+    job: LocalJob | HostsJob, plan: LaunchPlan, output: Output | None, on_epoch: Callable[[bool, str], None]
+) -> Elastic | None:
     if plan.options.elastic is None:
         return None
     from .elastic import Elastic, member_variables
 
     patience = Environment.read(plan.variables).rendezvous_timeout
     least, restarts = plan.options.elastic, plan.options.max_restarts
-    return Elastic(job, plan.size, least, patience, restarts, partial(member_variables, plan), on_epoch)
+    variables, start_again = partial(member_variables, plan), partial(_start, job, output=output, plan=plan, joins=True)
+    return Elastic(job, plan.size, least, patience, restarts, variables, on_epoch, start_again)
 
 
 def _regroup(

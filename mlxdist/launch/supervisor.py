@@ -23,7 +23,7 @@ import math
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mlxdist.base.errors import name_ranks
@@ -67,9 +67,7 @@ class Supervisor:
         say: Callable[[str], None],
         options: Options,
         elastic: Elastic | None = None,
-        start_again: Callable[[int], Rank] | None = None,
     ) -> None:
-        """``start_again(rank)``, for ``elastic``, starts a rank in the place of a lost one. It raises CannotRun."""
         self._job = job
         self._wakeup = wakeup
         self._output = output
@@ -80,7 +78,6 @@ class Supervisor:
         self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
         self._elastic = elastic
-        self._start_again = start_again
         self._lost: list[int] = []  # ranks that have failed, without which the others have gone on
         self._stalled = ""  # how, once another thread has found it
         self._running: dict[int, Rank] = {}
@@ -234,7 +231,7 @@ class Supervisor:
         if self._sent is not None:
             self._left_after[rank.rank] = self._sent.name
         elif self._elastic is not None and self._elastic.has_left_behind(rank.rank):
-            self._lose(rank.rank)
+            self._lose(self._elastic, rank.rank)
         elif status != 0:
             self._failed.append((rank.rank, now - self._started))
         if self._elastic is not None:
@@ -248,18 +245,16 @@ class Supervisor:
         """Whether enough ranks are left after a loss."""
         return self._elastic is not None and self._elastic.can_go_on
 
-    def _start_due(self, ranks: Collection[int]) -> None:
-        for rank in ranks:
+    def _start_due(self, elastic: Elastic) -> None:
+        for rank in elastic.due():
             try:
-                if self._start_again is not None:
-                    self.add(self._start_again(rank))
+                self.add(elastic.start_again(rank))
             except CannotRun as error:
                 self._say(str(error))
 
-    def _lose(self, rank: int) -> None:
+    def _lose(self, elastic: Elastic, rank: int) -> None:
         self._lost.append(rank)
-        if self._elastic is not None:
-            self._elastic.lose(rank)
+        elastic.lose(rank)
 
     def _is_lost(self, rank: int) -> bool:
         """Whether the others have gone on without this rank, and it has not joined them again."""
@@ -273,8 +268,8 @@ class Supervisor:
         if self._elastic.step(fates) is not None:
             self._failed.clear()
             for rank in fates:
-                self._lose(rank)
-        self._start_due(self._elastic.due())
+                self._lose(self._elastic, rank)
+        self._start_due(self._elastic)
         if self._elastic.is_over and self._running:  # what waits to join, waits in vain
             self._send(signal.SIGTERM)
             self._rungs, self._next = [signal.SIGKILL], time.monotonic() + self._grace

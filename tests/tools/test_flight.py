@@ -271,6 +271,7 @@ from pathlib import Path
 from mlxdist.runtime.diagnostics.stacks import StackFile
 threading.Thread(target=threading.Event().wait, name="waits", daemon=True).start()
 StackFile(Path({str(tmp_path / "stacks")!r}))
+re.compile("(a+)+$")  # by Python's code, which holds no lock for long
 def holds():
     print("ready", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")  # for longer than any test

@@ -100,12 +100,12 @@ def read_stack_file(path: Path) -> Stacks:
         elif frame := _FRAME.fullmatch(line):
             calls.append(f"{frame[1]}:{frame[2]} {frame[3]}")
     # Only the main thread begins with the code of a module.
-    is_main = {number: bool(calls) and calls[-1].endswith(" <module>") for number, calls in found.items()}
-    return program_stacks({"MainThread" if is_main[number] else number: calls for number, calls in found.items()})
+    main = next((number for number, calls in found.items() if calls and calls[-1].endswith(" <module>")), None)
+    return program_stacks({"MainThread" if number == main else number: calls for number, calls in found.items()})
 
 
 def program_stacks(found: Mapping[str, Sequence[str]]) -> Stacks:
-    """Of all stacks of a process, by thread, those of the program's threads, "MainThread" first."""
+    """Selects the stacks of the program's threads from all of a process, by thread: "MainThread" first."""
     of_program = {name: calls for name, calls in found.items() if calls and not _is_internal(calls)}
     ordered = sorted(of_program.items(), key=lambda item: item[0] != "MainThread")
     return {name: _without_handler(calls[:MAX_FRAMES]) for name, calls in ordered[:MAX_THREADS]}

@@ -28,23 +28,28 @@ _Group = TypeVar("_Group")
 _ATTEMPTS = 3
 
 
-def check(name: str, engine: EngineGroup) -> None:
-    """Raises InvalidArgument: the group of ``engine`` cannot shrink or grow, as its method ``name`` is to make it."""
+def check(name: str, engine: EngineGroup) -> Environment:
+    """The variables of the group of ``engine``, which its method ``name`` is to shrink or grow.
+
+    Raises:
+        InvalidArgument: it cannot.
+    """
     engine.require_open()
     if not engine.is_world:
         raise errors.InvalidArgument(
             f"{name}: a group made by split() cannot go on alone; {name} the group of mlxdist.init(), and split that"
         )
-    if engine.size > 1 and Environment.read().membership is None:
+    environment = Environment.read()
+    if engine.size > 1 and environment.membership is None:
         raise errors.InvalidArgument(
             f"{name}: no launcher would know who is in the group; start the job with `mlxdist launch --elastic MIN`"
         )
+    return environment
 
 
 def do_others_join(engine: EngineGroup) -> bool:
     """Whether :meth:`mlxdist.Group.grow` would take in processes: whether some wait, as rank 0 sees it. Collective."""
-    check("grow", engine)
-    environment = Environment.read()
+    environment = check("grow", engine)
     waits = np.array([environment.membership is not None and do_some_wait(environment)])
     memory = ffi.cast("void *", waits.ctypes.data)
     engine.call(native_timeout("grow", None), lib.mlxdist_broadcast, memory, layout("bool", (1,)), 0)

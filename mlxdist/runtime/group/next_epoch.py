@@ -12,6 +12,7 @@ from typing import Any
 from mlxdist.base import errors
 from mlxdist.base.environment import VARIABLES, Environment
 from mlxdist.base.json_reader import parse_json
+from mlxdist.base.rank_listener import listen_for_ranks
 
 from ..rendezvous.connect import close_inherited
 
@@ -39,10 +40,8 @@ def next_epoch(environment: Environment, kind: str) -> object:
         RendezvousError: the launcher does not answer.
     """
     host = environment.address[0]
-    is_here = host in ("127.0.0.1", "::1")
-    family = socket.AF_INET6 if ":" in host or (not is_here and socket.has_dualstack_ipv6()) else socket.AF_INET
-    both = family == socket.AF_INET6 and not is_here
-    with socket.create_server((host if is_here else "", 0), family=family, dualstack_ipv6=both) as listener:
+    interface = host if host in ("127.0.0.1", "::1") else ""
+    with listen_for_ranks(interface, 0, environment.world_size) as listener:
         answer = _ask(environment, kind, listener.getsockname()[1])
         if error := answer.get("error"):
             raise errors.PeerLost(f"{kind}: rank {environment.rank} cannot go on: {error}")

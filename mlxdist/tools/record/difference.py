@@ -1,4 +1,4 @@
-"""What differs between records: of the hosts of a job, or of several jobs."""
+"""The difference between records: of the hosts of a job, or of several jobs."""
 
 import hashlib
 import os
@@ -76,7 +76,7 @@ _MAX_NAMED = 4  # records in a line
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs, and by value the labels of the records that have it."""
+    """A name whose values differ, and by value the labels of the records that have it."""
 
     what: str
     values: Mapping[str, Sequence[str]]
@@ -96,7 +96,7 @@ def read_records(paths: Sequence[Path]) -> dict[str, Record]:
 
 
 def differences(records: Mapping[str, Record]) -> list[Difference]:
-    """What the records do not have alike, in the order of a record; secrets and variables of a session aside."""
+    """Finds what the records do not have alike, in the order of a record; secrets and variables of a session aside."""
     facts = {label: _facts(record) for label, record in records.items()}
     found = []
     for what in dict.fromkeys(name for each in facts.values() for name in each):
@@ -136,7 +136,7 @@ def _read(file: Path) -> Record:
 
 
 def _facts(record: Record) -> dict[str, str]:
-    """What is compared, as text by name."""
+    """The parts of a record that are compared, as text by name."""
     git, job = record["git"], record["job"]
     packages = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in record["packages"].items()}
     variables = {name: v for name, v in record["environment"].items() if not _OF_SESSION.fullmatch(name)}
