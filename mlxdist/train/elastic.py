@@ -60,13 +60,14 @@ class InMemoryCheckpoint:
         Raises:
             InvalidArgument: the tree has something else in it; a rank has only a part of an array.
         """
-        found = collect(state, trainable_only=self._trainable_only)
+        whole = collect(state)
+        found = collect(state, trainable_only=True) if self._trainable_only else whole
         if parts := [path for path, cut in found.cuts.items() if not cut.is_full]:
             raise InvalidArgument(
                 f"InMemoryCheckpoint.save: this rank has only a part of '{parts[0]}', which would "
                 "be lost with it; save with Checkpoints, and let the job start again (--max-restarts)"
             )
-        _make_available(state)
+        _make_available(whole.arrays)
         self.step, self._arrays, self._values = step, _handles(found.arrays), found.values
         if step % self._grow_every == 0 and do_others_join(engine_of(init())):
             raise _OthersJoin
@@ -86,7 +87,7 @@ class InMemoryCheckpoint:
         steps = all_gather(np.array([-1 if self.step is None else self.step])).tolist()
         latest = max(steps)
         if latest < 0:
-            _make_available(state)
+            _make_available(collect(state).arrays)
             return None
         if min(steps) < latest:
             self._receive(group, steps.index(latest))
@@ -94,7 +95,7 @@ class InMemoryCheckpoint:
         with agreed("InMemoryCheckpoint.load", group, sorted(self._arrays), sorted(self._values)):
             self._check(state)
         put_back(state, {**_handles(self._arrays), **self._values})
-        _make_available(state)
+        _make_available(collect(state).arrays)
         return latest
 
     def _receive(self, group: Group, root: int) -> None:
@@ -122,12 +123,11 @@ class InMemoryCheckpoint:
             raise InvalidArgument(f"InMemoryCheckpoint.load: '{missing[0]}' was not saved")
 
 
-def _make_available(state: Any) -> None:
+def _make_available(arrays: dict[str, mx.array]) -> None:
     """Keeps the arrays of a state, frozen parameters too, from failing with the operation that fails next: MLX counts
     them as available only when they are evaluated again (native/bindings/mlx/failed_arrays.h)."""
-    arrays = list(collect(state).arrays.values())
     for _ in range(2):
-        mx.eval(arrays)
+        mx.eval(list(arrays.values()))
 
 
 def _handles(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
